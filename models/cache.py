@@ -1,0 +1,102 @@
+"""One preallocated key/value cache for all blocks: in-place writes, rollback by length.
+
+It knows positions and rows, nothing of drafting or acceptance. Slot `p` of a row holds position `p` of that row, so
+rows of different lengths need no padding on the left, a draft is written over by its verification, and rollback is
+one number per row. Sliding-window layers keep all positions too (the mask hides the old ones): a ring buffer that has
+wrapped cannot be rolled back.
+
+The capacity is fixed for the cache's life. The caller states it; nothing grows by copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerskip.models.span import Span
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Keys and values of every block.
+
+    Attributes:
+        keys, values: one tensor a block, (batch, kv_heads, capacity, head_dim).
+        lengths: committed positions of each row; slots from there on are free to be overwritten.
+    """
+
+    def __init__(
+        self, *, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, devices: Sequence[torch.device]
+    ) -> None:
+        """Allocate for ``len(devices)`` blocks, block ``i`` on ``devices[i]``."""
+        shape = (batch, kv_heads, capacity, head_dim)
+        # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0 * NaN would be NaN.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+        self.capacity = capacity
+        self.lengths = [0] * batch
+        # How far each block's entries are those of the full model: (blocks, batch). See check().
+        self._exact = np.zeros((len(devices), batch), dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys and values."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def write(self, block: int, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Store a pass's keys and values and return all that the pass may see.
+
+        Args:
+            block: index of the block.
+            keys, values: (batch, tokens, kv_heads, head_dim) for the positions of `span`.
+
+        Returns:
+            Views of keys and values, (batch, kv_heads, span.visible, head_dim).
+        """
+        for stored, new in ((self.keys[block], keys), (self.values[block], values)):
+            if span.start is not None:
+                stored[:, :, span.start : span.visible] = new.transpose(1, 2)
+            else:
+                stored[span.rows, :, span.positions] = new
+        return self.keys[block][:, :, : span.visible], self.values[block][:, :, : span.visible]
+
+    def note(self, blocks: Sequence[int], span: Span, exact_blocks: int) -> None:
+        """Record that `blocks` were written by a pass whose first `exact_blocks` blocks saw the full model's states.
+
+        Raises:
+            AssertionError: the pass left a gap behind what an exact block holds.
+        """
+        starts = np.asarray(span.starts)
+        written = np.asarray(blocks, dtype=np.int64)
+        exact, inexact = written[written < exact_blocks], written[written >= exact_blocks]
+        assert (starts <= self._exact[exact]).all(), f"gap: wrote from {starts}, held {self._exact[exact]}"
+        self._exact[exact] = starts + span.tokens
+        self._exact[inexact] = np.minimum(self._exact[inexact], starts)
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Set the committed length of each row; all beyond it (rejected drafts) is void from now on.
+
+        Raises:
+            AssertionError: some block does not hold the full model's entries up to there.
+        """
+        wanted = np.asarray(lengths, dtype=np.int64)
+        assert (wanted <= self.capacity).all(), f"committed {lengths} of {self.capacity} slots"
+        assert (self._exact >= wanted).all(), f"committed {lengths}, exact only to {self._exact.min(0)}"
+        self._exact[:] = wanted
+        self.lengths = list(lengths)
+
+    def check(self) -> None:
+        """Assert the invariant between rounds: every block holds exactly the committed positions, all finite.
+
+        For tests and debugging; it reads the whole cache.
+        """
+        assert (self._exact == np.asarray(self.lengths)).all(), (
+            f"lengths {self.lengths}, blocks hold {self._exact.tolist()}"
+        )
+        for tensor in (*self.keys, *self.values):
+            for row, length in enumerate(self.lengths):
+                assert tensor[row, :, :length].isfinite().all(), f"row {row} holds values that are not finite"

@@ -1,0 +1,69 @@
+"""Rotary position embedding: tables from transformers' own module, and their application.
+
+The frequencies and their scaling (linear, llama3, yarn, …) are read from the model's rotary module; they are not
+computed here. Scalings whose frequencies change with the length of the sequence would make a token's key depend on
+when it was computed: "dynamic" only does so beyond the model's positions, which the runtime never reaches, "longrope"
+does within them and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.errors import UnsupportedModelError
+
+__all__ = ["Rotary", "rotate"]
+
+_SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head's halves by their position's angles (RoFormer, Su et al. 2021, in Llama's half layout).
+
+    Args:
+        states: (batch, tokens, heads, head_dim).
+        cos, sin: (batch or 1, tokens, 1, head_dim / 2).
+    """
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Rotary:
+    """Tables of cosines and sines for all positions up to the longest asked for, in the model's dtype."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        """Read `module`, a transformers rotary embedding with ``inv_freq`` and ``attention_scaling``.
+
+        Raises:
+            UnsupportedModelError: the module scales in a way that is not exact under rollback.
+        """
+        kind = getattr(module, "rope_type", "default")
+        if kind not in _SUPPORTED:
+            raise UnsupportedModelError(
+                f"got rotary scaling {kind!r}; supported are {', '.join(_SUPPORTED)}. "
+                "Its tables depend on the sequence's length, so a shortened cache would not be the model's own."
+            )
+        self._inverse_frequencies = module.inv_freq.detach().to("cpu", torch.float32)  # (head_dim / 2,)
+        self._scaling = float(module.attention_scaling)
+        self._dtype = dtype
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines on `device` for at least the positions ``0 … length - 1``: each (length, head_dim / 2)."""
+        tables = self._tables.get(device)
+        if tables is None or len(tables[0]) < length:
+            # Doubling: a growing conversation recomputes its tables a logarithmic number of times. Rebinding one
+            # tuple is atomic, so threads that decode on the same model at the same time see old or new, never half.
+            tables = self._tables[device] = self._compute(max(length, 2 * (len(tables[0]) if tables else 128)), device)
+        return tables
+
+    def _compute(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inverse_frequencies
+        # Computed in float32 whatever the dtype, as transformers does, so that float64 agrees with it to the last bit.
+        return (
+            (angles.cos() * self._scaling).to(device, self._dtype),
+            (angles.sin() * self._scaling).to(device, self._dtype),
+        )

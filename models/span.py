@@ -1,0 +1,107 @@
+"""The positions that one forward pass covers, and what every block of that pass shares: rotary tables and masks.
+
+Row `b` of a pass covers the positions ``starts[b] … starts[b] + tokens - 1``. One class serves a prompt, one new
+token, a verification of several tokens, and rows of different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Span"]
+
+RotaryTables = Callable[[int, torch.device], tuple[Tensor, Tensor]]
+
+
+class Span:
+    """The positions of one pass on one device.
+
+    Attributes:
+        starts: first position of each row.
+        tokens: positions per row.
+        start: the common first position, None when the rows differ.
+        visible: cache slots that some row of the pass may read.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[int],
+        tokens: int,
+        *,
+        group: int,
+        tables: RotaryTables,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """See the class; `group` is the number of query heads per key/value head, `tables` yields rotary tables."""
+        self.starts = tuple(starts)
+        self.tokens = tokens
+        self.visible = max(self.starts) + tokens
+        self.start = self.starts[0] if len(set(self.starts)) == 1 else None
+        self._group, self._tables, self._dtype, self._device = group, tables, dtype, device
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._moved: dict[torch.device, Span] = {device: self}
+
+    def to(self, device: torch.device) -> Span:
+        """The same span for blocks that live on another device."""
+        if device not in self._moved:
+            span = Span(
+                self.starts, self.tokens, group=self._group, tables=self._tables, dtype=self._dtype, device=device
+            )
+            self._moved[device] = span
+        return self._moved[device]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """(batch, tokens), int64."""
+        first = torch.tensor(self.starts, device=self._device).unsqueeze(1)
+        return first + torch.arange(self.tokens, device=self._device)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(batch, 1), int64: the row index that goes with `positions` in an indexed read or write."""
+        return torch.arange(len(self.starts), device=self._device).unsqueeze(1)
+
+    @cached_property
+    def rotary(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each (batch or 1, tokens, 1, head_dim / 2)."""
+        cos, sin = self._tables(self.visible, self._device)
+        if self.start is not None:
+            cos, sin = cos[None, self.start : self.visible], sin[None, self.start : self.visible]
+        else:
+            cos, sin = cos[self.positions], sin[self.positions]
+        return cos.unsqueeze(2), sin.unsqueeze(2)
+
+    def is_causal_square(self, window: int | None) -> bool:
+        """Whether the pass is a whole prompt seen causally: the one case where SDPA's own mask is right.
+
+        SDPA aligns its causal mask to the top left, which is wrong as soon as the cache holds earlier positions.
+        """
+        return self.start == 0 and self.tokens > 1 and (window is None or self.visible <= window)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """What each query may see: (batch or 1, 1, group * tokens or 1, visible), 0 or -inf; None: everything.
+
+        Additive and in the model's dtype, because SDPA converts a boolean mask anew in every block. Queries of the
+        heads that share a key/value head are folded into the token axis (`block.py`), hence ``group * tokens``.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._build_mask(window)
+        return self._masks[window]
+
+    def _build_mask(self, window: int | None) -> Tensor | None:
+        if window is not None and self.visible <= window:
+            return self.mask(None)
+        if self.start is not None and self.tokens == 1 and window is None:
+            return None
+        positions = self.positions if self.start is None else self.positions[:1]
+        queries, slots = positions[:, None, :, None], torch.arange(self.visible, device=self._device)
+        hidden = slots > queries
+        if window is not None:
+            hidden = hidden | (slots <= queries - window)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        return mask if self.tokens == 1 else mask.repeat(1, 1, self._group, 1)
