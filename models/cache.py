@@ -30,7 +30,14 @@ class KVCache:
     """
 
     def __init__(
-        self, *, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, devices: Sequence[torch.device]
+        self,
+        *,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
     ) -> None:
         """Allocate for ``len(devices)`` blocks, block ``i`` on ``devices[i]``."""
         shape = (batch, kv_heads, capacity, head_dim)

@@ -52,7 +52,9 @@ class Decoder:
         family, config = family_of(self.architecture), model.config
         self.embedding = model.get_submodule(family.embedding)
         self.final_norm = model.get_submodule(family.final_norm)
-        self.head = linear(model.get_submodule(family.head))
+        head = model.get_submodule(family.head)
+        self.head = linear(head)
+        self._norm_device, self._head_device = (next(each.parameters()).device for each in (self.final_norm, head))
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = config.max_position_embeddings
@@ -63,9 +65,7 @@ class Decoder:
         _refuse_unloaded(model)
         layers = list(model.get_submodule(family.layers).children())
         windows = sliding_windows(config)
-        self.blocks = [
-            Block(layer, index, family, self.head_dim, windows[index]) for index, layer in enumerate(layers)
-        ]
+        self.blocks = [Block(layer, index, family, self.head_dim, windows[index]) for index, layer in enumerate(layers)]
         self.device = self.blocks[0].device
         self.full_path = tuple(Step(index) for index in range(len(self.blocks)))
         self._rotary = Rotary(model.get_submodule(family.rotary), self.dtype)
@@ -88,9 +88,7 @@ class Decoder:
 
     def span(self, starts: Sequence[int], tokens: int) -> Span:
         """The positions ``starts[b] … starts[b] + tokens - 1`` of each row `b`."""
-        return Span(
-            starts, tokens, group=self.group, tables=self._rotary.tables, dtype=self.dtype, device=self.device
-        )
+        return Span(starts, tokens, group=self.group, tables=self._rotary.tables, dtype=self.dtype, device=self.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states of `token_ids` before the first block."""
@@ -119,9 +117,9 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits of `hidden` by the final norm and the head."""
-        logits: Tensor = self.head(self.final_norm(hidden))
-        return logits
+        """Next-token logits of `hidden` by the final norm and the head, on the first block's device."""
+        normed: Tensor = self.final_norm(hidden.to(self._norm_device))
+        return self.head(normed.to(self._head_device)).to(self.device)
 
 
 def _refuse_unloaded(model: PreTrainedModel) -> None:

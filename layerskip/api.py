@@ -1,0 +1,379 @@
+"""The front door: load or wrap a checkpoint, then generate or stream."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from layerskip.drafters import DraftContext, Drafter, ModelDrafter, SelfDrafter
+from layerskip.engine import Commit, Engine
+from layerskip.errors import InputError, PlanMismatchError, SettingError, UnsupportedModelError
+from layerskip.identity import ModelIdentity, identify
+from layerskip.models.decoder import Decoder
+from layerskip.models.loading import load_checkpoint
+from layerskip.plan import DraftPlan
+from layerskip.processing import make_processors
+from layerskip.request import PLAN_SWITCHES, Request, check_prompts, effective_plan, row_seeds
+from layerskip.result import GenerationResult
+from layerskip.rules import make_rule
+from layerskip.sampling import Sampler
+from layerskip.settings import resolve_settings
+from layerskip.state import DecodeState
+from layerskip.stopping import make_stopping
+from layerskip.text import Detokenizer, encode
+
+__all__ = ["Model", "Stream", "StreamPiece", "load", "wrap"]
+
+
+def load(checkpoint: str | os.PathLike[str], **options: Any) -> Model:
+    """Load a checkpoint from a folder, a GGUF file or a hub id.
+
+    Args:
+        checkpoint: where it is.
+        options: as in `layerskip.models.loading.load_checkpoint`: dtype, device, device_map, gguf_file, revision,
+            trust_remote_code, allow_pickled_weights.
+
+    Raises:
+        UnsupportedModelError: the architecture is not in the table of families.
+        CheckpointError: weights or tokenizer are missing, corrupt, or stored in a form that is refused.
+    """
+    return Model(*load_checkpoint(checkpoint, **options))
+
+
+def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
+    """Use a transformers model that is already in memory; its weights are shared and nothing of it is changed.
+
+    Args:
+        tokenizer: needed only for text.
+    """
+    return Model(model, tokenizer)
+
+
+class Model:
+    """A causal language model that can draft for itself.
+
+    It holds no state between calls, so several threads may use it, each with its own plan.
+
+    Attributes:
+        hf_model: the transformers model whose weights are used.
+        tokenizer: None when only token ids are used.
+        decoder: its blocks, to be run one by one.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Prefer `load` and `wrap`."""
+        if not isinstance(hf_model, PreTrainedModel):
+            raise UnsupportedModelError(
+                f"got a {type(hf_model).__name__}; expected a transformers model (PreTrainedModel). "
+                "For a path or hub id use layerskip.load."
+            )
+        self.hf_model = hf_model
+        self.tokenizer = tokenizer
+        self.decoder = Decoder(hf_model)
+        self._draft_models: dict[Any, Model] = {}
+        self._loading = threading.Lock()
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Architecture and fingerprint, by which plans are checked."""
+        return identify(self.hf_model)
+
+    def generate(
+        self,
+        inputs: Any = None,
+        *,
+        plan: DraftPlan | str | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        streamer: Any = None,
+        seed: int | list[int] | None = None,
+        acceptance_rule: str = "maximal",
+        pass_width: int | None = None,
+        **settings: Any,
+    ) -> GenerationResult:
+        """Decode to the end.
+
+        Args:
+            inputs: a string (tokenised as it is), chat messages, token ids (list or tensor), or a list of one kind of
+                these; transformers' `input_ids` and `attention_mask` are understood as well.
+            plan: how to draft: a `DraftPlan`, the path of a plan file, or None for plain decoding. transformers'
+                `assistant_early_exit`, `assistant_model`, `num_assistant_tokens` and
+                `assistant_confidence_threshold` are short forms of it.
+            generation_config, logits_processor, stopping_criteria, streamer: transformers' own objects.
+            seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's generator.
+            acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
+            pass_width: run every pass over this many tokens, so that even in bfloat16 the output does not depend on
+                the draft; costs what a pass that wide costs. At least ``plan.num_draft_tokens + 1``.
+            settings: transformers' decoding settings (`layerskip.settings.DecodingSettings`).
+
+        Raises:
+            LayerSkipError: one of its kinds, before the model has run, for whatever is wrong with the call.
+        """
+        request = self._request(
+            inputs,
+            plan,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            seed,
+            acceptance_rule,
+            pass_width,
+            settings,
+        )
+        engine = self._engine(request)
+        if streamer is not None:
+            _refuse_streamed_batch(request)
+            streamer.put(torch.tensor(request.prompts))
+        commits = []
+        for commit in engine:
+            commits.append(commit)
+            if streamer is not None:
+                streamer.put(torch.tensor([commit.token_id]))
+        if streamer is not None:
+            streamer.end()
+        return self._result(request, engine, commits)
+
+    def stream(
+        self,
+        inputs: Any = None,
+        *,
+        plan: DraftPlan | str | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        seed: int | list[int] | None = None,
+        acceptance_rule: str = "maximal",
+        pass_width: int | None = None,
+        **settings: Any,
+    ) -> Stream:
+        """Decode one prompt piece by piece: iterate over the return value; then read its `result`.
+
+        Arguments and errors as in `generate`.
+        """
+        request = self._request(
+            inputs,
+            plan,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            seed,
+            acceptance_rule,
+            pass_width,
+            settings,
+        )
+        _refuse_streamed_batch(request)
+        return Stream(self, request, self._engine(request))
+
+    def _request(
+        self,
+        inputs: Any,
+        plan: DraftPlan | str | None,
+        generation_config: GenerationConfig | None,
+        logits_processor: LogitsProcessorList | None,
+        stopping_criteria: StoppingCriteriaList | None,
+        seed: int | list[int] | None,
+        acceptance_rule: str,
+        pass_width: int | None,
+        given: dict[str, Any],
+    ) -> Request:
+        """Check a call and bring it into one form."""
+        input_ids, attention_mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+        if (inputs is None) == (input_ids is None):
+            raise InputError(
+                f"got {'no prompt' if inputs is None else 'both inputs and input_ids'}; expected one prompt."
+            )
+        switches = {name: given.pop(name) for name in PLAN_SWITCHES if name in given}
+        own_config: Any = self.hf_model.generation_config
+        settings = resolve_settings(own_config, generation_config, given)
+        plan = effective_plan(plan, switches, generation_config)
+        if plan is not None:
+            plan.check(self.identity)
+        if pass_width is not None and not (
+            type(pass_width) is int and pass_width > (plan.num_draft_tokens if plan else 0)
+        ):
+            raise SettingError(
+                f"got pass_width={pass_width!r}; expected an integer above the plan's "
+                f"{plan.num_draft_tokens if plan else 0} draft tokens."
+            )
+        prompts = encode(input_ids if inputs is None else inputs, self.tokenizer, attention_mask)
+        check_prompts(prompts, settings, self.decoder.vocab_size, self.decoder.max_positions)
+        prompts = [prompt for prompt in prompts for _ in range(settings.num_return_sequences)]
+        return Request(
+            prompts=prompts,
+            settings=settings,
+            plan=plan,
+            acceptance_rule=acceptance_rule,
+            seeds=row_seeds(seed, len(prompts)),
+            own_processors=LogitsProcessorList(logits_processor or ()),
+            own_criteria=StoppingCriteriaList(stopping_criteria or ()),
+            pass_width=pass_width,
+        )
+
+    def _engine(self, request: Request) -> Engine:
+        """Everything that one run needs, made anew: a call shares nothing with another but the weights."""
+        decoder, settings, plan = self.decoder, request.settings, request.plan
+        lengths = [len(prompt) for prompt in request.prompts]
+        limits = [min(settings.longest(length), decoder.max_positions) for length in lengths]
+        max_drafts = plan.num_draft_tokens if plan else 0
+        # Room for the longest row and one pass beyond it: the last pass may draft past the end.
+        cache = decoder.new_cache(len(lengths), max(limits) + max(max_drafts + 1, request.pass_width or 0))
+        context = DraftContext(
+            sampler=Sampler(
+                make_processors(settings, request.own_processors, lengths, str(decoder.device)), settings.do_sample
+            ),
+            rule=make_rule(
+                request.acceptance_rule, torch.tensor(request.seeds, device=decoder.device), settings.do_sample
+            ),
+            eos_ids=torch.tensor(settings.eos_token_id, dtype=torch.int64, device=decoder.device),
+            confidence_threshold=plan.confidence_threshold if plan else 0.0,
+            vocab_size=decoder.vocab_size,
+        )
+        return Engine(
+            decoder=decoder,
+            state=DecodeState(request.prompts, limits, cache, decoder.device),
+            context=context,
+            stopping=make_stopping(settings, request.own_criteria, self.tokenizer, lengths, decoder.max_positions),
+            drafter=self._drafter(plan, context),
+            max_drafts=max_drafts,
+            pass_width=request.pass_width,
+        )
+
+    def _drafter(self, plan: DraftPlan | None, context: DraftContext) -> Drafter | None:
+        if plan is None:
+            return None
+        if plan.is_self_draft:
+            return SelfDrafter(self.decoder, plan.path(self.decoder.num_blocks), context)
+        return ModelDrafter(self._draft_model(plan.draft_model).decoder, context)
+
+    def _draft_model(self, source: Any) -> Model:
+        """The draft model that a plan names, loaded once, in this model's dtype and on its device."""
+        if isinstance(source, (Model, PreTrainedModel)):
+            draft = source if isinstance(source, Model) else Model(source)
+        else:
+            with self._loading:
+                if source not in self._draft_models:
+                    self._draft_models[source] = load(source, dtype=self.decoder.dtype, device=self.decoder.device)
+            draft = self._draft_models[source]
+        _check_vocabularies(self, draft)
+        return draft
+
+    def _result(self, request: Request, engine: Engine, commits: list[Commit]) -> GenerationResult:
+        rows = [[commit for commit in commits if commit.row == row] for row in range(len(request.prompts))]
+        new_token_ids = [[commit.token_id for commit in row] for row in rows]
+        return GenerationResult(
+            sequences=_padded(request, new_token_ids).to(self.decoder.device),
+            new_token_ids=new_token_ids,
+            drafted=[[commit.drafted for commit in row] for row in rows],
+            finish_reasons=[row[-1].finish_reason or "" for row in rows],
+            stats=engine.stats,
+            settings=request.effective_settings(),
+            plan=request.plan,
+            tokenizer=self.tokenizer,
+        )
+
+
+class StreamPiece(str):
+    """A piece of new text; a string with more to say.
+
+    Attributes:
+        token_ids: the tokens whose text has become certain with this piece.
+        drafted: all of them were accepted drafts.
+    """
+
+    token_ids: tuple[int, ...]
+    drafted: bool
+
+    def __new__(cls, text: str, token_ids: tuple[int, ...], drafted: bool) -> StreamPiece:
+        """See the class."""
+        piece = super().__new__(cls, text)
+        piece.token_ids, piece.drafted = token_ids, drafted
+        return piece
+
+
+class Stream:
+    """An iterator over pieces of text that decodes as it is read. Leaving it early costs nothing and breaks nothing."""
+
+    def __init__(self, model: Model, request: Request, engine: Engine) -> None:
+        """Made by `Model.stream`."""
+        if model.tokenizer is None:
+            raise InputError(
+                "got no tokenizer to stream text with; pass one to wrap(model, tokenizer), or use generate."
+            )
+        self._model, self._request, self._engine = model, request, engine
+        self._commits: list[Commit] = []
+        self._pieces = self._decode(Detokenizer(model.tokenizer))
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        """The stream itself."""
+        return self
+
+    def __next__(self) -> StreamPiece:
+        """The next piece of text that is certain."""
+        return next(self._pieces)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result; decodes whatever has not been read yet."""
+        for _ in self._pieces:
+            pass
+        return self._model._result(self._request, self._engine, self._commits)
+
+    def _decode(self, detokenizer: Detokenizer) -> Iterator[StreamPiece]:
+        waiting: list[Commit] = []
+        for commit in self._engine:
+            self._commits.append(commit)
+            waiting.append(commit)
+            text = detokenizer.push(commit.token_id)
+            if commit.finish_reason is not None:
+                text += detokenizer.flush()
+            if text:
+                yield StreamPiece(text, tuple(each.token_id for each in waiting), all(each.drafted for each in waiting))
+                waiting = []
+
+
+def _refuse_streamed_batch(request: Request) -> None:
+    if len(request.prompts) > 1:
+        raise InputError(
+            f"got {len(request.prompts)} rows to stream; expected one. Stream them one by one, or use generate."
+        )
+
+
+def _check_vocabularies(target: Model, draft: Model) -> None:
+    """Token ids must mean the same in both; sizes may differ by padding if the tokenizers agree."""
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        same = target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
+    else:
+        same = target.decoder.vocab_size == draft.decoder.vocab_size
+    if not same:
+        raise PlanMismatchError(
+            f"got a draft model with another vocabulary ({draft.decoder.vocab_size:,} ids) than the model's "
+            f"({target.decoder.vocab_size:,} ids); expected the same token ids. Draft with a model of the same family."
+        )
+
+
+def _padded(request: Request, new_token_ids: list[list[int]]) -> Tensor:
+    """Prompts padded on the left, outputs on the right, as transformers lays them out: (batch, length), int64."""
+    settings = request.settings
+    pad = settings.pad_token_id if settings.pad_token_id is not None else (*settings.eos_token_id, 0)[0]
+    longest_prompt = max(len(prompt) for prompt in request.prompts)
+    longest_output = max(len(row) for row in new_token_ids)
+    return torch.tensor(
+        [
+            [pad] * (longest_prompt - len(prompt)) + prompt + row + [pad] * (longest_output - len(row))
+            for prompt, row in zip(request.prompts, new_token_ids, strict=True)
+        ]
+    )

@@ -1,0 +1,64 @@
+"""The model drafts for itself: fewer of its own sub-blocks, the same cache, the same norm and head.
+
+A skip set, an exit, and a skip set with an exit are one thing here: a path of sub-blocks. The draft's keys and values
+go into the full model's cache behind the committed positions, where verification overwrites them. Blocks before the
+first skipped sub-block see exactly what the full model sees: their entries and the hidden state behind them are kept
+(LayerSkip, Elhoushi et al. 2024, reuses them for exits; the same holds for any skip set).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from layerskip.drafters.base import Draft, DraftContext, draft_chain
+from layerskip.models.decoder import Decoder, Step
+from layerskip.state import DecodeState
+
+__all__ = ["SelfDrafter", "count_exact_blocks"]
+
+
+def count_exact_blocks(path: Sequence[Step]) -> int:
+    """How many leading blocks of the model `path` runs whole, that is, on the full model's own states."""
+    count = 0
+    while count < len(path) and path[count] == Step(count):
+        count += 1
+    return count
+
+
+class SelfDrafter:
+    """Drafts along `path`, a subsequence of the decoder's sub-blocks."""
+
+    def __init__(self, decoder: Decoder, path: Sequence[Step], context: DraftContext) -> None:
+        """See the class."""
+        self.decoder = decoder
+        self.context = context
+        self.exact_blocks = count_exact_blocks(path)
+        self._exact, self._inexact = tuple(path[: self.exact_blocks]), tuple(path[self.exact_blocks :])
+
+    def begin(self, state: DecodeState) -> None:
+        """Nothing: the prompt runs through the full model into the cache that is shared."""
+
+    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+        """See `Drafter.propose`."""
+        exact_states: list[Tensor] = []
+
+        def next_logits(offset: int) -> Tensor:
+            newest = [length - 1 + offset for length in state.lengths]
+            span = self.decoder.span(newest, 1)
+            hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
+            hidden = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
+            exact_states.append(hidden)
+            hidden = self.decoder.run(hidden, self._inexact, state.cache, span, self.exact_blocks)
+            return self.decoder.logits(hidden)
+
+        draft = draft_chain(next_logits, self.context, state, limits)
+        if not self.exact_blocks:
+            return draft
+        return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)
+
+    def observe(self, state: DecodeState) -> None:
+        """Nothing: rollback is the shared cache's length."""

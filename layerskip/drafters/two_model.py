@@ -1,0 +1,75 @@
+"""The classical way: a smaller checkpoint of the same vocabulary drafts (Leviathan et al. 2023; Chen et al. 2023).
+
+It has a cache of its own, which may lag behind: a fully accepted draft's last token was never fed to it, and rounds
+that did not draft fed it nothing. It catches up in one pass at the start of the next draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.drafters.base import Draft, DraftContext, draft_chain, empty_draft
+from layerskip.models.decoder import Decoder
+from layerskip.state import DecodeState
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Drafts with all blocks of another decoder."""
+
+    def __init__(self, decoder: Decoder, context: DraftContext) -> None:
+        """`decoder` is the smaller model's."""
+        self.decoder = decoder
+        self.context = context
+
+    def begin(self, state: DecodeState) -> None:
+        """Read the prompts."""
+        self.cache = self.decoder.new_cache(state.batch, state.cache.capacity)
+        self._held = [0] * state.batch  # positions of each row whose entries belong to its committed tokens
+        if max(state.lengths) <= self.decoder.max_positions:
+            self._feed(state, self._held, state.lengths)
+            self._held = list(state.lengths)
+        self.cache.commit(self._held)
+
+    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+        """See `Drafter.propose`; near the end of this model's own positions all rows draft less, then nothing."""
+        room = self.decoder.max_positions - max(state.lengths)
+        limits = [max(0, min(limit, room)) for limit in limits]
+        if not any(limits):
+            return empty_draft(self.context, state)
+
+        def next_logits(offset: int) -> Tensor:
+            ends = [length + offset for length in state.lengths]
+            return self._feed(state, self._held if offset == 0 else [end - 1 for end in ends], ends)
+
+        draft = draft_chain(next_logits, self.context, state, limits)
+        self._held = [length - 1 + draft.tokens.shape[1] for length in state.lengths]
+        return draft
+
+    def observe(self, state: DecodeState) -> None:
+        """Keep what was fed and stands."""
+        self._held = [min(held, length - 1) for held, length in zip(self._held, state.lengths, strict=True)]
+        self.cache.commit(self._held)
+
+    def _feed(self, state: DecodeState, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """Run tokens ``starts[row] … ends[row] - 1`` and return the logits behind each row's last: (batch, 1, vocab).
+
+        Rows that lag less than others are fed tokens beyond their end: void, and overwritten before they are read.
+        """
+        counts = [end - start for start, end in zip(starts, ends, strict=True)]
+        span = self.decoder.span(starts, max(counts))
+        positions = span.positions.clamp(max=state.token_ids.shape[1] - 1)
+        hidden = self.decoder.embed(state.token_ids.gather(1, positions).to(self.decoder.device))
+        hidden = self.decoder.run(hidden, self.decoder.full_path, self.cache, span)
+        last = torch.tensor(counts, device=hidden.device) - 1
+        logits = self.decoder.logits(hidden[state.rows, last].unsqueeze(1))
+        return self._fit(logits)
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Vocabularies of one family are padded differently: cut, or fill with ids that are never drafted."""
+        surplus = self.context.vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, surplus), value=float("-inf")) if surplus else logits

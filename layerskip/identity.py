@@ -1,0 +1,67 @@
+"""Which model this is: enough to tell whether a draft plan was made for it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from layerskip.errors import PlanError
+
+__all__ = ["ModelIdentity", "identify"]
+
+_SAMPLES = 64  # values hashed of each parameter
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Architecture and weights of a model.
+
+    Attributes:
+        weights: a fingerprint of the weights, the same for a checkpoint loaded as bfloat16, float32 or float64.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    weights: str
+
+    def differences(self, other: ModelIdentity) -> dict[str, tuple[Any, Any]]:
+        """Fields in which the two differ, with both values."""
+        own, others = asdict(self), asdict(other)
+        return {name: (own[name], others[name]) for name in own if own[name] != others[name]}
+
+    @classmethod
+    def from_dict(cls, content: Any) -> ModelIdentity:
+        """Read ``dataclasses.asdict`` of an identity.
+
+        Raises:
+            PlanError: `content` is something else.
+        """
+        names = tuple(cls.__dataclass_fields__)
+        if not isinstance(content, dict) or set(content) != set(names):
+            raise PlanError(f"got a plan whose target is {content!r}; expected an object with {', '.join(names)}.")
+        return cls(**content)
+
+
+def identify(model: PreTrainedModel) -> ModelIdentity:
+    """Describe `model`; reads a few values of each parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        picks = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long().to(flat.device)
+        # As bfloat16, so that the precision a checkpoint is loaded in does not change its fingerprint.
+        values = flat[picks].to("cpu", torch.bfloat16).view(torch.int16)
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.numpy().tobytes())
+    config = model.config
+    return ModelIdentity(
+        architecture=type(model).__name__,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        weights=digest.hexdigest()[:32],
+    )

@@ -1,0 +1,102 @@
+"""From logits to the distribution that a token is drawn from: one function, for draft and target alike.
+
+Processors and warpers are transformers' own (or the caller's) and see what they would see in plain decoding: the true
+prefix of each position, one token longer for each next position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+__all__ = ["Sampler"]
+
+# They never look at the prefix, so all rows and positions can go through them in one call.
+_PREFIX_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+class Sampler:
+    """Applies each row's processors, then softmax (sampling) or one-hot (greedy)."""
+
+    def __init__(self, processors: Sequence[LogitsProcessorList], do_sample: bool) -> None:
+        """`processors` has one list a row: some of transformers' processors are made for a prompt length."""
+        self.processors = tuple(processors)
+        self.do_sample = do_sample
+        self._prefix_free = all(type(each) in _PREFIX_FREE for row in self.processors for each in row)
+        self._shared = all(row is self.processors[0] for row in self.processors)
+
+    def distribution(self, logits: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Distributions of the next token.
+
+        Args:
+            logits: (batch, tokens, vocab). Those of token `t` follow the prefix ``token_ids[b, :prefix_lengths[b] + t]``.
+            token_ids: (batch, capacity), prompt, output and drafts.
+            prefix_lengths: true length of each row's prefix at its first position.
+
+        Returns:
+            probs (batch, tokens, vocab), float32 or float64, and valid (batch, tokens): False where the logits are
+            NaN or every token is banned; the distribution there is all on token 0.
+        """
+        scores = self._process(_widen(logits), token_ids, prefix_lengths)
+        best, choice = scores.max(dim=-1)
+        valid = best > float("-inf")  # also False for NaN
+        if self.do_sample:
+            probs = scores.softmax(dim=-1)
+            if not valid.all():
+                probs[~valid] = 0.0
+                probs[..., 0].masked_fill_(~valid, 1.0)
+            return probs, valid
+        choice = choice * valid
+        return torch.zeros_like(scores).scatter_(-1, choice.unsqueeze(-1), 1.0), valid
+
+    def _process(self, scores: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int]) -> Tensor:
+        """Scores (batch, tokens, vocab) after all processors."""
+        if not self.processors[0]:
+            return scores
+        if self._prefix_free:
+            processed: Tensor = self.processors[0](None, scores.flatten(0, 1))
+            return processed.view_as(scores)
+        return torch.stack(
+            [
+                self._process_position(scores[:, offset], token_ids, [length + offset for length in prefix_lengths])
+                for offset in range(scores.shape[1])
+            ],
+            dim=1,
+        )
+
+    def _process_position(self, scores: Tensor, token_ids: Tensor, prefix_lengths: list[int]) -> Tensor:
+        """Scores (batch, vocab) of one position; rows with different prefixes are processed one by one."""
+        if self._shared and len(set(prefix_lengths)) == 1:
+            together: Tensor = self.processors[0](token_ids[:, : prefix_lengths[0]], scores)
+            return together
+        return torch.cat(
+            [
+                self.processors[row](token_ids[row : row + 1, :length], scores[row : row + 1])
+                for row, length in enumerate(prefix_lengths)
+            ]
+        )
+
+
+def _widen(logits: Tensor) -> Tensor:
+    """A copy (processors may write into it) in float32, or float64 for a float64 model."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)

@@ -1,0 +1,247 @@
+"""Decoding settings: names and meanings are transformers', every one takes effect or is refused.
+
+The values come, in rising order of precedence, from transformers' defaults, the checkpoint's own generation config,
+a `GenerationConfig` given to the call, and the call's keyword arguments. None among the latter switches a control off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from transformers import GenerationConfig
+
+from layerskip.errors import SettingError, UnknownSettingError, did_you_mean
+
+__all__ = ["DecodingSettings", "resolve_settings"]
+
+DEFAULT_NEW_TOKENS = 20  # as in transformers, whose max_length of 20 counts new tokens when nobody set it
+
+
+@dataclass(frozen=True)
+class DecodingSettings:
+    """The effective controls of one call. None or the neutral value (1.0, 0) means: off."""
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None  # prompt included; only when max_new_tokens is not given
+    min_new_tokens: int | None = None
+    min_length: int | None = None
+    do_sample: bool = False
+    temperature: float | None = 1.0
+    top_k: int | None = 50
+    top_p: float | None = 1.0
+    min_p: float | None = None
+    typical_p: float | None = 1.0
+    epsilon_cutoff: float | None = 0.0
+    eta_cutoff: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    no_repeat_ngram_size: int | None = 0
+    bad_words_ids: list[list[int]] | None = None
+    suppress_tokens: list[int] | None = None
+    eos_token_id: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    max_time: float | None = None  # seconds
+    num_return_sequences: int = 1
+
+    def longest(self, prompt_length: int) -> int:
+        """Most tokens that a row may hold, prompt included."""
+        if self.max_new_tokens is not None:
+            return prompt_length + self.max_new_tokens
+        if self.max_length is not None:
+            return self.max_length
+        return prompt_length + DEFAULT_NEW_TOKENS
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, for JSON and for the result."""
+        return asdict(self)
+
+
+NAMES = tuple(field.name for field in fields(DecodingSettings))
+
+# Fields of GenerationConfig that change speed, bookkeeping or other decoding methods, but no token of ours.
+_WITHOUT_EFFECT_ON_TOKENS = {
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bos_token_id", "cache_config",
+    "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile", "early_stopping",
+    "is_assistant", "length_penalty", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "target_lookbehind", "transformers_version", "use_cache",
+}  # fmt: skip
+# Further fields, with the values at which they are off.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "guidance_scale": (1, 1.0),
+    "return_dict_in_generate": (True, False),  # what we return holds both forms
+}
+
+# Settings that act on sampling only, with the values at which they are off.
+_WARPERS_OFF: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0,),
+    "top_k": (0, 50),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+}
+
+
+def resolve_settings(
+    own: GenerationConfig, given_config: GenerationConfig | None, given: Mapping[str, Any]
+) -> DecodingSettings:
+    """Merge the checkpoint's own config, a given config and keyword arguments, and check the result.
+
+    Raises:
+        UnknownSettingError: a name in `given` that neither we nor transformers know.
+        SettingError: a value out of range, settings that contradict each other, or one of transformers' settings
+            that would change the output and is not supported.
+    """
+    _refuse_unknown(given)
+    _refuse_conflicts(given)
+    if given_config is not None and not isinstance(given_config, GenerationConfig):
+        raise SettingError(f"got generation_config of type {type(given_config).__name__}; expected a GenerationConfig")
+    values: dict[str, Any] = {}
+    for source in (own, given_config):
+        if source is not None:
+            values |= {name: value for name, value in _supported(source).items() if value is not None}
+    values |= {name: given[name] for name in NAMES if name in given}
+    # A length that the call states replaces the other kind of length that a config states.
+    for length, other in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+        if given.get(length) is not None:
+            values.pop(other, None)
+        elif given.get(other) is not None:
+            values.pop(length, None)
+    settings = _checked(values)
+    _refuse_warpers_without_sampling(given, settings.do_sample)
+    return settings
+
+
+def _supported(config: GenerationConfig) -> dict[str, Any]:
+    """The fields of `config` that we know, after refusing those that would change the output and are not ours."""
+    for name, value in config.to_dict().items():
+        if name in NAMES or name in _WITHOUT_EFFECT_ON_TOKENS or name.startswith("_"):
+            continue
+        _refuse_unsupported(name, value, "in the generation config")
+    return {name: getattr(config, name, None) for name in NAMES}
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    known_to_transformers = set(GenerationConfig().to_dict()) | set(_OFF) | _WITHOUT_EFFECT_ON_TOKENS
+    for name, value in given.items():
+        if name in NAMES:
+            continue
+        if name not in known_to_transformers:
+            raise UnknownSettingError(
+                f"got an unknown argument {name!r}; expected a decoding setting by transformers' name: "
+                f"{', '.join(NAMES)}.{did_you_mean(name, NAMES)}"
+            )
+        if name not in ("use_cache",) or value is False:
+            _refuse_unsupported(name, value, "in the call")
+
+
+def _refuse_unsupported(name: str, value: Any, where: str) -> None:
+    if value is None or value is False or value in _OFF.get(name, ()):
+        return
+    raise SettingError(
+        f"got {name}={value!r} {where}, which this runtime does not support, and ignoring it could change the output. "
+        f"Supported are {', '.join(NAMES)}. Leave it out, or pass a generation_config without it."
+    )
+
+
+def _refuse_conflicts(given: Mapping[str, Any]) -> None:
+    set_ = {name for name, value in given.items() if value is not None}
+    for first, second in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+        if {first, second} <= set_:
+            raise SettingError(
+                f"got {first}={given[first]!r} and {second}={given[second]!r}, which contradict each other "
+                f"({second} counts the prompt). Pass one of them."
+            )
+
+
+def _refuse_warpers_without_sampling(given: Mapping[str, Any], do_sample: bool) -> None:
+    """Only for the call's own arguments: a checkpoint's config may name a temperature for those who sample."""
+    asked = [name for name, off in _WARPERS_OFF.items() if given.get(name) not in (None, *off)]
+    if asked and not do_sample:
+        raise SettingError(
+            f"got {', '.join(asked)} with do_sample=False, where they have no effect. "
+            "Pass do_sample=True, or leave them out."
+        )
+
+
+def _checked(values: dict[str, Any]) -> DecodingSettings:
+    values["eos_token_id"] = _as_ids("eos_token_id", values.get("eos_token_id"))
+    stop_strings = values.get("stop_strings") or ()
+    values["stop_strings"] = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+    for name, (kind, holds, expected) in _RANGES.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
+            hint = " For greedy decoding pass do_sample=False." if name == "temperature" and value == 0 else ""
+            raise SettingError(f"got {name}={value!r}; expected {expected}.{hint}")
+    if not isinstance(values.get("do_sample", False), bool):
+        raise SettingError(f"got do_sample={values['do_sample']!r}; expected True or False.")
+    if not all(isinstance(each, str) and each for each in values["stop_strings"]):
+        raise SettingError(f"got stop_strings={values['stop_strings']!r}; expected non-empty strings.")
+    _check_ids(values)
+    settings = DecodingSettings(**{name: values[name] for name in NAMES if name in values})
+    minimum, maximum = settings.min_new_tokens, settings.max_new_tokens
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise SettingError(f"got min_new_tokens={minimum} and max_new_tokens={maximum}; expected minimum <= maximum.")
+    return settings
+
+
+def _check_ids(values: Mapping[str, Any]) -> None:
+    bad_words = values.get("bad_words_ids")
+    if bad_words is not None and not (
+        isinstance(bad_words, list) and bad_words and all(isinstance(word, list) and word for word in bad_words)
+    ):
+        raise SettingError(f"got bad_words_ids={bad_words!r}; expected a list of non-empty lists of token ids.")
+    for word in bad_words or []:
+        _as_ids("bad_words_ids", word)
+    if values.get("suppress_tokens") is not None:
+        _as_ids("suppress_tokens", values["suppress_tokens"])
+
+
+def _as_ids(name: str, value: Any) -> tuple[int, ...]:
+    """One id, several (list, tuple, 1-D tensor), or None, as a tuple of non-negative ints."""
+    if value is None:
+        return ()
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    ids = [ids] if isinstance(ids, int) else ids
+    if not (isinstance(ids, (list, tuple)) and all(type(each) is int and each >= 0 for each in ids)):
+        raise SettingError(f"got {name}={value!r}; expected one token id or a list of them.")
+    return tuple(ids)
+
+
+def _number(holds: Callable[[float], bool], expected: str) -> tuple[Any, Callable[[Any], bool], str]:
+    return (int, float), lambda value: math.isfinite(value) and holds(value), expected
+
+
+def _integer(least: int) -> tuple[Any, Callable[[Any], bool], str]:
+    return int, lambda value: value >= least, f"an integer of at least {least}"
+
+
+_RANGES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "max_new_tokens": _integer(1),
+    "max_length": _integer(1),
+    "min_new_tokens": _integer(0),
+    "min_length": _integer(0),
+    "temperature": _number(lambda value: value > 0, "a number above 0"),
+    "top_k": _integer(0),
+    "top_p": _number(lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "min_p": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "typical_p": _number(lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "epsilon_cutoff": _number(lambda value: 0 <= value < 1, "a number from 0 to below 1"),
+    "eta_cutoff": _number(lambda value: 0 <= value < 1, "a number from 0 to below 1"),
+    "repetition_penalty": _number(lambda value: value > 0, "a number above 0"),
+    "no_repeat_ngram_size": _integer(0),
+    "max_time": _number(lambda value: value > 0, "seconds, a number above 0"),
+    "num_return_sequences": _integer(1),
+    "pad_token_id": _integer(0),
+}

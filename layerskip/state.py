@@ -1,0 +1,57 @@
+"""What one decoding call knows between rounds: the tokens, how many of them are committed, and the cache behind them.
+
+Everything is per row. Row `b` has ``lengths[b]`` committed tokens; the newest is not in the cache yet, so the cache
+holds ``lengths[b] - 1`` positions. Drafts are written behind the committed tokens, as in the cache, and forgotten by
+not counting them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.models.cache import KVCache
+
+__all__ = ["DecodeState"]
+
+
+class DecodeState:
+    """Tokens and cache of one call.
+
+    Attributes:
+        token_ids: (batch, capacity), int64, on the model's device.
+        lengths: committed tokens of each row, prompt included.
+        limits: the longest each row may become.
+        active: rows that are still decoding.
+        cache: keys and values of the full model (and of the drafts that share it).
+        round_index: rounds begun, for noise that must not repeat.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], cache: KVCache, device: torch.device
+    ) -> None:
+        """Hold `prompts` (one non-empty list of ids a row) with room for ``cache.capacity`` tokens a row."""
+        self.token_ids = torch.zeros((len(prompts), cache.capacity + 1), dtype=torch.int64, device=device)
+        for row, prompt in enumerate(prompts):
+            self.token_ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.limits = list(limits)
+        self.active = [True] * len(prompts)
+        self.cache = cache
+        self.round_index = 0
+        self.rows = torch.arange(len(prompts), device=device)
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return len(self.lengths)
+
+    def room(self, row: int) -> int:
+        """Tokens that `row` may still emit; 0 for a finished row."""
+        return self.limits[row] - self.lengths[row] if self.active[row] else 0
+
+    def indices(self, offset: int) -> Tensor:
+        """(batch,), int64: in each row the index `offset` places behind the committed tokens."""
+        return torch.tensor(self.lengths, device=self.token_ids.device) + offset

@@ -1,0 +1,118 @@
+"""What a decoding call did: counts and times, with one definition each.
+
+The names are those under which the field's papers mean different things; the definition here is in each docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["DecodeStats"]
+
+
+@dataclass
+class DecodeStats:
+    """Counts and seconds of one call, pooled over its rows.
+
+    Attributes:
+        prompt_tokens, new_tokens: over all rows; the first new token of a row comes out of the prompt's pass.
+        rounds: verification passes, counted per row that was still decoding; plain steps are among them.
+        round_tokens: tokens that the rounds committed.
+        proposed: drafted tokens.
+        drafted_by_offset: how often a draft was proposed at each offset and all before it in its round were accepted.
+        accepted_by_offset: how often it was then accepted.
+        accepted_histogram: rounds by number of accepted drafts.
+        prefill_s: the prompt's pass, up to the first new token (that of the draft model included).
+        draft_s, verify_s: inside the drafter, and in the full model's passes.
+        host_s: everything else of the rounds: distributions of the target, acceptance, stopping, streaming.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    round_tokens: int = 0
+    proposed: int = 0
+    drafted_by_offset: list[int] = field(default_factory=list)
+    accepted_by_offset: list[int] = field(default_factory=list)
+    accepted_histogram: list[int] = field(default_factory=lambda: [0])
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
+
+    def record_round(self, proposed: int, accepted: int, committed: int) -> None:
+        """Count one row's round: drafts proposed, drafts accepted, tokens kept (fewer when a stop cut them)."""
+        self.rounds += 1
+        self.proposed += proposed
+        self.round_tokens += committed
+        self.new_tokens += committed
+        _count(self.accepted_histogram, [accepted])
+        _count(self.drafted_by_offset, range(min(accepted + 1, proposed)))
+        _count(self.accepted_by_offset, range(accepted))
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafts, those behind a stop in the same round included."""
+        return sum(self.accepted_by_offset)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed tokens per verification pass, the bonus included, the prompt's pass not; plain decoding is 1."""
+        return self.round_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts per proposed draft. Falls as drafts get longer: not comparable between lengths."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def acceptance_by_offset(self) -> list[float]:
+        """For each offset: P(draft accepted | it was proposed and all before it were accepted)."""
+        accepted = self.accepted_by_offset + [0] * (len(self.drafted_by_offset) - len(self.accepted_by_offset))
+        return [hits / tries for hits, tries in zip(accepted, self.drafted_by_offset, strict=True)]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of all rounds."""
+        return self.draft_s + self.verify_s + self.host_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole call."""
+        return self.prefill_s + self.decode_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second of decoding, each row's first token and the prompt's pass left out."""
+        return self.round_tokens / self.decode_s if self.decode_s else 0.0
+
+    def predicted_speedup(self, plain_step_s: float) -> float:
+        """Tokens per time against plain decoding at `plain_step_s` a token, from acceptance and model time alone.
+
+        Leviathan et al. 2023, thm. 3.8, with measured costs: tokens a round over the seconds its passes take. The
+        measured speed-up is lower by what `host_s` costs.
+        """
+        passes_s = self.draft_s + self.verify_s
+        return self.round_tokens * plain_step_s / passes_s if passes_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts, times and derived figures, for JSON."""
+        derived = (
+            "accepted",
+            "tokens_per_round",
+            "acceptance_rate",
+            "acceptance_by_offset",
+            "decode_s",
+            "total_s",
+            "tokens_per_s",
+        )
+        return {**vars(self), **{name: getattr(self, name) for name in derived}}
+
+
+def _count(counts: list[int], indices: Sequence[int]) -> None:
+    """Add one at each of `indices`, lengthening `counts` as needed."""
+    counts.extend([0] * (max(indices, default=-1) + 1 - len(counts)))
+    for index in indices:
+        counts[index] += 1
