@@ -26,6 +26,7 @@ __all__ = [
     "COPY_AGAIN",
     "Source",
     "check_gguf",
+    "check_gguf_extra",
     "explained",
     "locate",
     "one_line",
@@ -124,6 +125,13 @@ def weight_files(source: Source, *, allow_pickled: bool, quantised: bool) -> lis
     return files
 
 
+def check_gguf_extra() -> None:
+    """Refuse to go on without the packages that reading a GGUF file takes."""
+    missing = [package for package in ("gguf", "accelerate") if not find_spec(package)]
+    if missing:
+        raise CheckpointError(f'reading a GGUF file needs {" and ".join(missing)}: pip install "layerskip[gguf]"')
+
+
 def check_gguf(file: Path) -> bool:
     """Return whether a GGUF file holds a tokenizer; refuse one that transformers would read in part only."""
     from gguf import GGUFReader
@@ -174,9 +182,7 @@ def _gguf_in(folder: Path, gguf_file: str | None) -> Path | None:
         return None
     if not (folder / gguf_file).is_file():
         raise CheckpointError(f"no GGUF file {gguf_file!r} in {folder}; it holds {_listing(folder)}. Check the name.")
-    missing = [package for package in ("gguf", "accelerate") if not find_spec(package)]
-    if missing:
-        raise CheckpointError(f'reading a GGUF file needs {" and ".join(missing)}: pip install "layerskip[gguf]"')
+    check_gguf_extra()
     return (folder / gguf_file).absolute()
 
 
