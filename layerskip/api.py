@@ -116,8 +116,9 @@ class Model:
             generation_config, logits_processor, stopping_criteria, streamer: transformers' own objects.
             seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's generator.
             acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
-            pass_width: run every pass over this many tokens, so that even in bfloat16 the output does not depend on
-                the draft; costs what a pass that wide costs. At least ``plan.num_draft_tokens + 1``.
+            pass_width: run every pass over exactly this many tokens and cache slots, plain steps too, so that even in
+                bfloat16 the output does not depend on the draft to the last bit. It costs what a pass that wide
+                costs; at least ``plan.num_draft_tokens + 1``. Compare only calls with the same width.
             settings: transformers' decoding settings (`layerskip.settings.DecodingSettings`).
 
         Raises:
@@ -230,7 +231,7 @@ class Model:
         limits = [min(settings.longest(length), decoder.max_positions) for length in lengths]
         max_drafts = plan.num_draft_tokens if plan else 0
         # Room for the longest row and one pass beyond it: the last pass may draft past the end.
-        cache = decoder.new_cache(len(lengths), max(limits) + max(max_drafts + 1, request.pass_width or 0))
+        cache = decoder.new_cache(len(lengths), max(limits) + (request.pass_width or max_drafts + 1))
         context = DraftContext(
             sampler=Sampler(
                 make_processors(settings, request.own_processors, lengths, str(decoder.device)), settings.do_sample

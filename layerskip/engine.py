@@ -51,8 +51,8 @@ class Engine:
     Attributes:
         drafter: None decodes plainly.
         max_drafts: most tokens to draft a round.
-        pass_width: if given, every verification pass covers exactly this many tokens (padded), so that in low
-            precision too no token depends on how many were drafted.
+        pass_width: if given, every verification pass covers exactly this many tokens and reads the whole cache
+            (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
     """
 
     decoder: Decoder
@@ -128,11 +128,13 @@ class Engine:
         """
         drafts = draft.tokens.shape[1]
         newest = [length - 1 for length in self.state.lengths]
-        width = self.pass_width or drafts + 1
-        exact_blocks, known = draft.exact_blocks, drafts
-        if self.pass_width or draft.exact_states is None:
-            exact_blocks, known = 0, 0
-        span = self.decoder.span([position + known for position in newest], width - known)
+        if self.pass_width is not None:
+            width, visible, known, exact_blocks = self.pass_width, self.state.cache.capacity, 0, 0
+        else:
+            width, visible, known, exact_blocks = drafts + 1, None, drafts, draft.exact_blocks
+        if draft.exact_states is None:
+            known = 0
+        span = self.decoder.span([position + known for position in newest], width - known, visible)
         hidden = self.decoder.embed(self.state.token_ids.gather(1, span.positions))
         if known and draft.exact_states is not None:
             hidden = self.decoder.run(hidden, self.decoder.full_path[:exact_blocks], self.state.cache, span)

@@ -62,7 +62,7 @@ class DraftPlan:
         )  # fmt: skip
         threshold = self.confidence_threshold
         _require(
-            isinstance(threshold, (int, float)) and not isinstance(threshold, bool) and 0 <= threshold <= 1,
+            type(threshold) in (int, float) and 0 <= threshold <= 1,
             "confidence_threshold", threshold, "a probability from 0 to 1",
         )  # fmt: skip
         _require(isinstance(self.provenance, Mapping), "provenance", self.provenance, "a mapping")
@@ -244,14 +244,14 @@ def _portable(draft_model: Any, folder: Path) -> Any:
     inside = Path(draft_model).resolve()
     if not inside.is_relative_to(folder.resolve()):
         raise PlanError(
-            f"got a draft model at {draft_model}, outside the plan's folder {folder}; a plan file can be moved only with "
-            "what it needs beside it. Save the plan into the draft model's parent folder, or name a hub id."
+            f"got a draft model at {draft_model}, outside the plan's folder {folder}; a plan file can be moved "
+            "only with what it needs beside it. Save the plan into the draft model's parent folder, or name a hub id."
         )
     return "./" + inside.relative_to(folder.resolve()).as_posix()
 
 
 def _resolved(draft_model: Any, file: Path) -> Any:
-    """What a plan file means by its draft model: ``./…`` inside its own folder, or a hub id ``name`` or ``owner/name``."""
+    """What a plan file means by its draft model: ``./…`` inside its own folder, or a hub id (``owner/name``)."""
     if draft_model is None:
         return None
     _require(isinstance(draft_model, str) and draft_model != "", "draft_model", draft_model, "a path or hub id")

@@ -5,6 +5,7 @@ Whatever can be wrong with a call is found here, before the model runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,8 @@ from layerskip.settings import DecodingSettings
 __all__ = ["Request", "check_prompts", "effective_plan", "row_seeds"]
 
 # transformers' own switches for assisted decoding, understood as short forms of a plan.
-PLAN_SWITCHES = ("assistant_early_exit", "assistant_model", "num_assistant_tokens", "assistant_confidence_threshold")
+_LIMITS = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}
+PLAN_SWITCHES = ("assistant_early_exit", "assistant_model", *_LIMITS)
 
 
 @dataclass(frozen=True)
@@ -60,36 +62,30 @@ def effective_plan(plan: Any, given: Mapping[str, Any], config: GenerationConfig
         SettingError: they contradict each other, or a switch would have no effect.
     """
     switches = {name: getattr(config, name, None) for name in PLAN_SWITCHES} | dict(given)
-    switches = {name: value for name, value in switches.items() if value is not None}
-    exit_layer, assistant = switches.get("assistant_early_exit"), switches.get("assistant_model")
-    named = [
-        name
-        for name, value in (("plan", plan), ("assistant_early_exit", exit_layer), ("assistant_model", assistant))
-        if value is not None
-    ]
+    ways = {"plan": plan, **{name: switches.get(name) for name in ("assistant_early_exit", "assistant_model")}}
+    named = [name for name, value in ways.items() if value is not None]
     if len(named) > 1:
         raise SettingError(f"got {' and '.join(named)}, which each say how to draft; expected one of them.")
-    if isinstance(plan, str):
+    if ways["assistant_early_exit"] is not None:
+        plan = DraftPlan.exit(ways["assistant_early_exit"])
+    elif ways["assistant_model"] is not None:
+        plan = DraftPlan.model(ways["assistant_model"])
+    elif isinstance(plan, (str, os.PathLike)):
         plan = DraftPlan.load(plan)
-    if exit_layer is not None:
-        plan = DraftPlan.exit(exit_layer)
-    if assistant is not None:
-        plan = DraftPlan.model(assistant)
     if plan is not None and not isinstance(plan, DraftPlan):
         raise SettingError(f"got a plan of type {type(plan).__name__}; expected a DraftPlan, the path of one, or None.")
-    for name, field in (
-        ("num_assistant_tokens", "num_draft_tokens"),
-        ("assistant_confidence_threshold", "confidence_threshold"),
-    ):
-        if name in switches:
-            if plan is None:
-                if name not in given:
-                    continue  # a checkpoint's config may hold it for those who draft
-                raise SettingError(
-                    f"got {name} without anything that drafts; pass plan= (or assistant_early_exit=) too."
-                )
-            plan = replace(plan, **{field: switches[name]})
-    return plan
+    limits: dict[str, Any] = {
+        field: switches[name] for name, field in _LIMITS.items() if switches.get(name) is not None
+    }
+    if plan is not None:
+        return replace(plan, **limits)
+    # A config may hold such limits for those who draft; in the call they would silently do nothing.
+    idle = [name for name in _LIMITS if given.get(name) is not None]
+    if idle:
+        raise SettingError(
+            f"got {', '.join(idle)} without anything that drafts; pass plan= or assistant_early_exit= too."
+        )
+    return None
 
 
 def check_prompts(
@@ -111,8 +107,8 @@ def check_prompts(
             )
         if settings.longest(len(prompt)) <= len(prompt):
             raise InputError(
-                f"got a prompt of {len(prompt)} tokens in row {row} with max_length={settings.max_length}, which counts "
-                "the prompt; pass a larger max_length, or max_new_tokens."
+                f"got a prompt of {len(prompt)} tokens in row {row} with max_length={settings.max_length}, which "
+                "counts the prompt; pass a larger max_length, or max_new_tokens."
             )
 
 

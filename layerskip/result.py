@@ -50,7 +50,7 @@ class GenerationResult:
             raise InputError(
                 "got no tokenizer to make text with; pass one to wrap(model, tokenizer), or read .sequences."
             )
-        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in self.new_token_ids]
+        return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in self.new_token_ids]
 
     @property
     def text(self) -> str:

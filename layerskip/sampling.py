@@ -7,6 +7,7 @@ prefix of each position, one token longer for each next position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Sampler:
         """Distributions of the next token.
 
         Args:
-            logits: (batch, tokens, vocab). Those of token `t` follow the prefix ``token_ids[b, :prefix_lengths[b] + t]``.
+            logits: (batch, tokens, vocab); those of token `t` follow ``token_ids[b, :prefix_lengths[b] + t]``.
             token_ids: (batch, capacity), prompt, output and drafts.
             prefix_lengths: true length of each row's prefix at its first position.
 
@@ -74,7 +75,7 @@ class Sampler:
         if not self.processors[0]:
             return scores
         if self._prefix_free:
-            processed: Tensor = self.processors[0](None, scores.flatten(0, 1))
+            processed = self._call(0, token_ids[:1], scores.flatten(0, 1))
             return processed.view_as(scores)
         return torch.stack(
             [
@@ -87,14 +88,18 @@ class Sampler:
     def _process_position(self, scores: Tensor, token_ids: Tensor, prefix_lengths: list[int]) -> Tensor:
         """Scores (batch, vocab) of one position; rows with different prefixes are processed one by one."""
         if self._shared and len(set(prefix_lengths)) == 1:
-            together: Tensor = self.processors[0](token_ids[:, : prefix_lengths[0]], scores)
-            return together
+            return self._call(0, token_ids[:, : prefix_lengths[0]], scores)
         return torch.cat(
             [
-                self.processors[row](token_ids[row : row + 1, :length], scores[row : row + 1])
+                self._call(row, token_ids[row : row + 1, :length], scores[row : row + 1])
                 for row, length in enumerate(prefix_lengths)
             ]
         )
+
+    def _call(self, row: int, prefixes: Tensor, scores: Tensor) -> Tensor:
+        call: Any = self.processors[row]  # annotated with tensor types of torch's legacy constructors
+        processed: Tensor = call(prefixes, scores)
+        return processed
 
 
 def _widen(logits: Tensor) -> Tensor:

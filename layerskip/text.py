@@ -60,10 +60,11 @@ def _row(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
         return list(tokenizer(prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            "got chat messages, but the tokenizer has no chat template; expected a string. Set tokenizer.chat_template, "
+            "got chat messages, but the tokenizer has no chat template; expected a string. Set one on the tokenizer, "
             "or write the prompt as the model was trained to see it."
         )
-    return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"])
+    encoded: Any = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 def _from_tensor(inputs: Tensor) -> list[list[int]]:
@@ -140,5 +141,4 @@ class Detokenizer:
         return now[len(before) :]
 
     def _decode(self, end: int) -> str:
-        text: str = self._tokenizer.decode(self._ids[self._window : end], skip_special_tokens=self._skip)
-        return text
+        return str(self._tokenizer.decode(self._ids[self._window : end], skip_special_tokens=self._skip))

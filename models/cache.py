@@ -66,7 +66,7 @@ class KVCache:
         """
         for stored, new in ((self.keys[block], keys), (self.values[block], values)):
             if span.start is not None:
-                stored[:, :, span.start : span.visible] = new.transpose(1, 2)
+                stored[:, :, span.start : span.end] = new.transpose(1, 2)
             else:
                 stored[span.rows, :, span.positions] = new
         return self.keys[block][:, :, : span.visible], self.values[block][:, :, : span.visible]

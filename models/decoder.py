@@ -86,9 +86,22 @@ class Decoder:
             devices=[block.device for block in self.blocks],
         )
 
-    def span(self, starts: Sequence[int], tokens: int) -> Span:
-        """The positions ``starts[b] … starts[b] + tokens - 1`` of each row `b`."""
-        return Span(starts, tokens, group=self.group, tables=self._rotary.tables, dtype=self.dtype, device=self.device)
+    def span(self, starts: Sequence[int], tokens: int, visible: int | None = None) -> Span:
+        """The positions ``starts[b] … starts[b] + tokens - 1`` of each row `b`.
+
+        Args:
+            visible: cache slots to read, if more than the pass needs: attention over another number of slots rounds
+                differently in low precision, so passes that must agree to the last bit read the same number.
+        """
+        return Span(
+            starts,
+            tokens,
+            visible=visible,
+            group=self.group,
+            tables=self._rotary.tables,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states of `token_ids` before the first block."""

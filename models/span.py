@@ -24,7 +24,7 @@ class Span:
         starts: first position of each row.
         tokens: positions per row.
         start: the common first position, None when the rows differ.
-        visible: cache slots that some row of the pass may read.
+        visible: cache slots that the pass reads, at least those that its longest row may see.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Span:
         starts: Sequence[int],
         tokens: int,
         *,
+        visible: int | None = None,
         group: int,
         tables: RotaryTables,
         dtype: torch.dtype,
@@ -40,7 +41,7 @@ class Span:
         """See the class; `group` is the number of query heads per key/value head, `tables` yields rotary tables."""
         self.starts = tuple(starts)
         self.tokens = tokens
-        self.visible = max(self.starts) + tokens
+        self.visible = max(self.starts) + tokens if visible is None else visible
         self.start = self.starts[0] if len(set(self.starts)) == 1 else None
         self._group, self._tables, self._dtype, self._device = group, tables, dtype, device
         self._masks: dict[int | None, Tensor | None] = {}
@@ -49,11 +50,21 @@ class Span:
     def to(self, device: torch.device) -> Span:
         """The same span for blocks that live on another device."""
         if device not in self._moved:
-            span = Span(
-                self.starts, self.tokens, group=self._group, tables=self._tables, dtype=self._dtype, device=device
+            self._moved[device] = Span(
+                self.starts,
+                self.tokens,
+                visible=self.visible,
+                group=self._group,
+                tables=self._tables,
+                dtype=self._dtype,
+                device=device,
             )
-            self._moved[device] = span
         return self._moved[device]
+
+    @property
+    def end(self) -> int:
+        """One past the last position of the longest row."""
+        return max(self.starts) + self.tokens
 
     @cached_property
     def positions(self) -> Tensor:
@@ -71,7 +82,7 @@ class Span:
         """Cosines and sines, each (batch or 1, tokens, 1, head_dim / 2)."""
         cos, sin = self._tables(self.visible, self._device)
         if self.start is not None:
-            cos, sin = cos[None, self.start : self.visible], sin[None, self.start : self.visible]
+            cos, sin = cos[None, self.start : self.end], sin[None, self.start : self.end]
         else:
             cos, sin = cos[self.positions], sin[self.positions]
         return cos.unsqueeze(2), sin.unsqueeze(2)
@@ -81,7 +92,8 @@ class Span:
 
         SDPA aligns its causal mask to the top left, which is wrong as soon as the cache holds earlier positions.
         """
-        return self.start == 0 and self.tokens > 1 and (window is None or self.visible <= window)
+        whole = self.start == 0 and self.visible == self.tokens > 1
+        return whole and (window is None or self.visible <= window)
 
     def mask(self, window: int | None) -> Tensor | None:
         """What each query may see: (batch or 1, 1, group * tokens or 1, visible), 0 or -inf; None: everything.
@@ -96,7 +108,7 @@ class Span:
     def _build_mask(self, window: int | None) -> Tensor | None:
         if window is not None and self.visible <= window:
             return self.mask(None)
-        if self.start is not None and self.tokens == 1 and window is None:
+        if self.start is not None and self.tokens == 1 and self.visible == self.end and window is None:
             return None
         positions = self.positions if self.start is None else self.positions[:1]
         queries, slots = positions[:, None, :, None], torch.arange(self.visible, device=self._device)
