@@ -88,15 +88,15 @@ def locate(
 def read_json_config(source: Source) -> dict[str, Any]:
     """Return config.json as it is written."""
     file = source.folder / "config.json"
-    if not file.is_file():
-        raise CheckpointError(
-            f"no config.json in {source.name!r}; it holds {_listing(source.folder)}. Expected a folder as "
-            "save_pretrained writes it; for a GGUF file, pass its name as gguf_file."
-        )
     if (source.folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{source.name!r} holds an adapter (adapter_config.json); expected whole weights. Merge it with peft's "
             "merge_and_unload() and save the result."
+        )
+    if not file.is_file():
+        raise CheckpointError(
+            f"no config.json in {source.name!r}; it holds {_listing(source.folder)}. Expected a folder as "
+            "save_pretrained writes it; for a GGUF file, pass its name as gguf_file."
         )
     config = _read_json(file)
     if not isinstance(config, dict):
@@ -109,7 +109,7 @@ def weight_files(source: Source, *, allow_pickled: bool, quantised: bool) -> lis
 
     Raises:
         CheckpointError: a file is missing or damaged, or there are only pickled ones and they are not allowed.
-        UnsupportedModelError: integers or other packed weights, and `quantised` says that nothing can unpack them.
+        UnsupportedModelError: weights stored as integers or the like, in a checkpoint that is not `quantised`.
     """
     files = _listed(source, SAFETENSORS)
     for file in files:

@@ -88,16 +88,15 @@ def load_checkpoint(
     options: dict[str, Any] = {"dtype": _parse_dtype(dtype), "device_map": _placement(device, device_map)}
     source = locate(checkpoint, gguf_file, revision, with_code=trust_remote_code)
     options["config"] = config = _read_config(source, trust_remote_code)
+    has_tokenizer = check_gguf(source.gguf) if source.gguf else source.has_tokenizer()
+    tokenizer = _load_tokenizer(source, trust_remote_code) if has_tokenizer else None
     if source.gguf:
-        has_tokenizer = check_gguf(source.gguf)
         model = _load_gguf(source, source.gguf, options)
     else:
         quantised = getattr(config, "quantization_config", None) is not None
         files = weight_files(source, allow_pickled=allow_pickled_weights, quantised=quantised)
         options |= {"use_safetensors": files[0].suffix == ".safetensors", "trust_remote_code": trust_remote_code}
-        has_tokenizer = source.has_tokenizer()
         model = _from_pretrained(AutoModelForCausalLM, source.folder, source, options)
-    tokenizer = _load_tokenizer(source, trust_remote_code) if has_tokenizer else None
     return _finish(model, source, device), tokenizer
 
 

@@ -220,6 +220,9 @@ class TestWhere:
         (folder / "adapter_config.json").write_text("{}")
         with pytest.raises(CheckpointError, match="merge_and_unload"):
             load_checkpoint(folder)
+        (folder / "config.json").unlink()
+        with pytest.raises(CheckpointError, match="merge_and_unload"):
+            load_checkpoint(folder)
 
     def test_revision_of_a_folder(self, folder: Path) -> None:
         with pytest.raises(SettingError, match="a revision needs a hub id"):
@@ -362,6 +365,7 @@ class TestTokenizer:
     def test_a_damaged_one_is_an_error(self, folder: Path, file: str) -> None:
         save_tokenizer(folder)
         cut(folder / file, 0.5)
+        (folder / "model.safetensors").unlink()  # it is read before the weights
         with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
             load_checkpoint(folder)
 
