@@ -6,7 +6,7 @@ vocab (token ids), heads, kv_heads, head_dim, hidden_size.
 
 from __future__ import annotations
 
-from layerskip.api import Model, Stream, StreamPiece, load, wrap
+from layerskip.api import Model, load, wrap
 from layerskip.errors import (
     CheckpointError,
     InputError,
@@ -20,6 +20,7 @@ from layerskip.errors import (
 from layerskip.plan import DraftPlan
 from layerskip.result import GenerationResult
 from layerskip.stats import DecodeStats
+from layerskip.stream import Stream, StreamPiece
 
 __all__ = [
     "CheckpointError",

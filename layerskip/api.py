@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.drafters import DraftContext, Drafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
-from layerskip.errors import InputError, PlanMismatchError, SettingError, UnsupportedModelError
+from layerskip.errors import InputError, PlanMismatchError, UnsupportedModelError
 from layerskip.identity import ModelIdentity, identify
 from layerskip.models.decoder import Decoder
 from layerskip.models.loading import load_checkpoint
 from layerskip.plan import DraftPlan
 from layerskip.processing import make_processors
-from layerskip.request import PLAN_SWITCHES, Request, check_prompts, effective_plan, row_seeds
+from layerskip.request import CallOptions, Request, make_request
 from layerskip.result import GenerationResult
 from layerskip.rules import make_rule
 from layerskip.sampling import Sampler
-from layerskip.settings import resolve_settings
 from layerskip.state import DecodeState
 from layerskip.stopping import make_stopping
-from layerskip.text import Detokenizer, encode
+from layerskip.stream import Stream
 
-__all__ = ["Model", "Stream", "StreamPiece", "load", "wrap"]
+__all__ = ["Model", "load", "wrap"]
 
 
 def load(checkpoint: str | os.PathLike[str], **options: Any) -> Model:
@@ -91,55 +84,24 @@ class Model:
         """Architecture and fingerprint, by which plans are checked."""
         return identify(self.hf_model)
 
-    def generate(
-        self,
-        inputs: Any = None,
-        *,
-        plan: DraftPlan | str | None = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        streamer: Any = None,
-        seed: int | list[int] | None = None,
-        acceptance_rule: str = "maximal",
-        pass_width: int | None = None,
-        **settings: Any,
-    ) -> GenerationResult:
+    def generate(self, inputs: Any = None, *, streamer: Any = None, **options: Unpack[CallOptions]) -> GenerationResult:
         """Decode to the end.
 
         Args:
             inputs: a string (tokenised as it is), chat messages, token ids (list or tensor), or a list of one kind of
                 these; transformers' `input_ids` and `attention_mask` are understood as well.
-            plan: how to draft: a `DraftPlan`, the path of a plan file, or None for plain decoding. transformers'
-                `assistant_early_exit`, `assistant_model`, `num_assistant_tokens` and
-                `assistant_confidence_threshold` are short forms of it.
-            generation_config, logits_processor, stopping_criteria, streamer: transformers' own objects.
-            seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's generator.
-            acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
-            pass_width: run every pass over exactly this many tokens and cache slots, plain steps too, so that even in
-                bfloat16 the output does not depend on the draft to the last bit. It costs what a pass that wide
-                costs; at least ``plan.num_draft_tokens + 1``. Compare only calls with the same width.
-            settings: transformers' decoding settings (`layerskip.settings.DecodingSettings`).
+            streamer: a transformers streamer; it gets the prompt, then every token as it is committed.
+            options: see `layerskip.request.CallOptions`.
 
         Raises:
             LayerSkipError: one of its kinds, before the model has run, for whatever is wrong with the call.
         """
-        request = self._request(
-            inputs,
-            plan,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            seed,
-            acceptance_rule,
-            pass_width,
-            settings,
-        )
-        engine = self._engine(request)
+        request = self._request(inputs, options)
         if streamer is not None:
             _refuse_streamed_batch(request)
+        engine, commits = self._engine(request), []
+        if streamer is not None:
             streamer.put(torch.tensor(request.prompts))
-        commits = []
         for commit in engine:
             commits.append(commit)
             if streamer is not None:
@@ -148,81 +110,25 @@ class Model:
             streamer.end()
         return self._result(request, engine, commits)
 
-    def stream(
-        self,
-        inputs: Any = None,
-        *,
-        plan: DraftPlan | str | None = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        seed: int | list[int] | None = None,
-        acceptance_rule: str = "maximal",
-        pass_width: int | None = None,
-        **settings: Any,
-    ) -> Stream:
+    def stream(self, inputs: Any = None, **options: Unpack[CallOptions]) -> Stream:
         """Decode one prompt piece by piece: iterate over the return value; then read its `result`.
 
         Arguments and errors as in `generate`.
         """
-        request = self._request(
-            inputs,
-            plan,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            seed,
-            acceptance_rule,
-            pass_width,
-            settings,
-        )
+        if self.tokenizer is None:
+            raise InputError("got no tokenizer to make text with; pass one to wrap(model, tokenizer), or use generate.")
+        request = self._request(inputs, options)
         _refuse_streamed_batch(request)
-        return Stream(self, request, self._engine(request))
+        engine = self._engine(request)
+        return Stream(engine, self.tokenizer, lambda commits: self._result(request, engine, commits))
 
-    def _request(
-        self,
-        inputs: Any,
-        plan: DraftPlan | str | None,
-        generation_config: GenerationConfig | None,
-        logits_processor: LogitsProcessorList | None,
-        stopping_criteria: StoppingCriteriaList | None,
-        seed: int | list[int] | None,
-        acceptance_rule: str,
-        pass_width: int | None,
-        given: dict[str, Any],
-    ) -> Request:
-        """Check a call and bring it into one form."""
-        input_ids, attention_mask = given.pop("input_ids", None), given.pop("attention_mask", None)
-        if (inputs is None) == (input_ids is None):
-            raise InputError(
-                f"got {'no prompt' if inputs is None else 'both inputs and input_ids'}; expected one prompt."
-            )
-        switches = {name: given.pop(name) for name in PLAN_SWITCHES if name in given}
+    def _request(self, inputs: Any, options: Mapping[str, Any]) -> Request:
         own_config: Any = self.hf_model.generation_config
-        settings = resolve_settings(own_config, generation_config, given)
-        plan = effective_plan(plan, switches, generation_config)
-        if plan is not None:
-            plan.check(self.identity)
-        if pass_width is not None and not (
-            type(pass_width) is int and pass_width > (plan.num_draft_tokens if plan else 0)
-        ):
-            raise SettingError(
-                f"got pass_width={pass_width!r}; expected an integer above the plan's "
-                f"{plan.num_draft_tokens if plan else 0} draft tokens."
-            )
-        prompts = encode(input_ids if inputs is None else inputs, self.tokenizer, attention_mask)
-        check_prompts(prompts, settings, self.decoder.vocab_size, self.decoder.max_positions)
-        prompts = [prompt for prompt in prompts for _ in range(settings.num_return_sequences)]
-        return Request(
-            prompts=prompts,
-            settings=settings,
-            plan=plan,
-            acceptance_rule=acceptance_rule,
-            seeds=row_seeds(seed, len(prompts)),
-            own_processors=LogitsProcessorList(logits_processor or ()),
-            own_criteria=StoppingCriteriaList(stopping_criteria or ()),
-            pass_width=pass_width,
-        )
+        decoder = self.decoder
+        request = make_request(inputs, options, self.tokenizer, own_config, decoder.vocab_size, decoder.max_positions)
+        if request.plan is not None:
+            request.plan.check(self.identity)
+        return request
 
     def _engine(self, request: Request) -> Engine:
         """Everything that one run needs, made anew: a call shares nothing with another but the weights."""
@@ -285,65 +191,6 @@ class Model:
             plan=request.plan,
             tokenizer=self.tokenizer,
         )
-
-
-class StreamPiece(str):
-    """A piece of new text; a string with more to say.
-
-    Attributes:
-        token_ids: the tokens whose text has become certain with this piece.
-        drafted: all of them were accepted drafts.
-    """
-
-    token_ids: tuple[int, ...]
-    drafted: bool
-
-    def __new__(cls, text: str, token_ids: tuple[int, ...], drafted: bool) -> StreamPiece:
-        """See the class."""
-        piece = super().__new__(cls, text)
-        piece.token_ids, piece.drafted = token_ids, drafted
-        return piece
-
-
-class Stream:
-    """An iterator over pieces of text that decodes as it is read. Leaving it early costs nothing and breaks nothing."""
-
-    def __init__(self, model: Model, request: Request, engine: Engine) -> None:
-        """Made by `Model.stream`."""
-        if model.tokenizer is None:
-            raise InputError(
-                "got no tokenizer to stream text with; pass one to wrap(model, tokenizer), or use generate."
-            )
-        self._model, self._request, self._engine = model, request, engine
-        self._commits: list[Commit] = []
-        self._pieces = self._decode(Detokenizer(model.tokenizer))
-
-    def __iter__(self) -> Iterator[StreamPiece]:
-        """The stream itself."""
-        return self
-
-    def __next__(self) -> StreamPiece:
-        """The next piece of text that is certain."""
-        return next(self._pieces)
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole result; decodes whatever has not been read yet."""
-        for _ in self._pieces:
-            pass
-        return self._model._result(self._request, self._engine, self._commits)
-
-    def _decode(self, detokenizer: Detokenizer) -> Iterator[StreamPiece]:
-        waiting: list[Commit] = []
-        for commit in self._engine:
-            self._commits.append(commit)
-            waiting.append(commit)
-            text = detokenizer.push(commit.token_id)
-            if commit.finish_reason is not None:
-                text += detokenizer.flush()
-            if text:
-                yield StreamPiece(text, tuple(each.token_id for each in waiting), all(each.drafted for each in waiting))
-                waiting = []
 
 
 def _refuse_streamed_batch(request: Request) -> None:

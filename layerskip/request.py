@@ -8,21 +8,72 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from layerskip.errors import InputError, SettingError
 from layerskip.noise import wrap_seed
 from layerskip.plan import DraftPlan
-from layerskip.settings import DecodingSettings
+from layerskip.settings import DecodingSettings, resolve_settings
+from layerskip.text import encode
 
-__all__ = ["Request", "check_prompts", "effective_plan", "row_seeds"]
+__all__ = ["CallOptions", "Request", "make_request"]
 
-# transformers' own switches for assisted decoding, understood as short forms of a plan.
+_Ids = int | Sequence[int]
+
+
+class CallOptions(TypedDict, total=False):
+    """The keyword arguments of `Model.generate` and `Model.stream`; transformers' names mean what they mean there.
+
+    plan: a `DraftPlan`, the path of a plan file, or None for plain decoding. The four `assistant_…` switches are
+        short forms of a plan.
+    seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's global generator.
+    acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
+    pass_width: run every pass over exactly this many tokens, plain steps too, so that even in bfloat16 the output does
+        not depend on the draft to the last bit. It costs what a pass that wide costs; at least
+        ``plan.num_draft_tokens + 1``. Compare only calls with the same width.
+    """
+
+    input_ids: Any
+    attention_mask: Any
+    plan: DraftPlan | str | os.PathLike[str] | None
+    assistant_early_exit: int | None
+    assistant_model: Any
+    num_assistant_tokens: int | None
+    assistant_confidence_threshold: float | None
+    generation_config: GenerationConfig | None
+    logits_processor: LogitsProcessorList | None
+    stopping_criteria: StoppingCriteriaList | None
+    seed: int | Sequence[int] | None
+    acceptance_rule: str
+    pass_width: int | None
+    max_new_tokens: int | None
+    max_length: int | None
+    min_new_tokens: int | None
+    min_length: int | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
+    repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    bad_words_ids: list[list[int]] | None
+    suppress_tokens: list[int] | None
+    eos_token_id: _Ids | None
+    pad_token_id: int | None
+    stop_strings: str | Sequence[str] | None
+    max_time: float | None
+    num_return_sequences: int | None
+
+
 _LIMITS = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}
-PLAN_SWITCHES = ("assistant_early_exit", "assistant_model", *_LIMITS)
+_SWITCHES = ("assistant_early_exit", "assistant_model", *_LIMITS)
 
 
 @dataclass(frozen=True)
@@ -55,13 +106,54 @@ class Request:
         }
 
 
-def effective_plan(plan: Any, given: Mapping[str, Any], config: GenerationConfig | None) -> DraftPlan | None:
-    """Combine `plan` with transformers' switches in the call (`given`) or in a generation config.
+def make_request(
+    inputs: Any,
+    options: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    own_config: GenerationConfig,
+    vocab_size: int,
+    max_positions: int,
+) -> Request:
+    """Check a call and bring it into one form.
+
+    Args:
+        options: `CallOptions`, and possibly names that do not exist.
+        own_config: the checkpoint's own generation config.
+        vocab_size, max_positions: of the model.
 
     Raises:
-        SettingError: they contradict each other, or a switch would have no effect.
+        LayerSkipError: one of its kinds, for whatever is wrong with the call.
     """
-    switches = {name: getattr(config, name, None) for name in PLAN_SWITCHES} | dict(given)
+    given = dict(options)
+    input_ids, attention_mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+    if (inputs is None) == (input_ids is None):
+        got = "no prompt" if inputs is None else "both inputs and input_ids"
+        raise InputError(f"got {got}; expected one of inputs and input_ids.")
+    config, seed = given.pop("generation_config", None), given.pop("seed", None)
+    processors, criteria = given.pop("logits_processor", None), given.pop("stopping_criteria", None)
+    acceptance_rule, pass_width = given.pop("acceptance_rule", "maximal"), given.pop("pass_width", None)
+    plan, switches = given.pop("plan", None), {name: given.pop(name) for name in _SWITCHES if name in given}
+    settings = resolve_settings(own_config, config, given)
+    plan = _effective_plan(plan, switches, config)
+    _check_pass_width(pass_width, plan)
+    prompts = encode(input_ids if inputs is None else inputs, tokenizer, attention_mask)
+    _check_prompts(prompts, settings, vocab_size, max_positions)
+    prompts = [prompt for prompt in prompts for _ in range(settings.num_return_sequences)]
+    return Request(
+        prompts=prompts,
+        settings=settings,
+        plan=plan,
+        acceptance_rule=acceptance_rule,
+        seeds=_row_seeds(seed, len(prompts)),
+        own_processors=LogitsProcessorList(processors or ()),
+        own_criteria=StoppingCriteriaList(criteria or ()),
+        pass_width=pass_width,
+    )
+
+
+def _effective_plan(plan: Any, given: Mapping[str, Any], config: GenerationConfig | None) -> DraftPlan | None:
+    """Combine `plan` with transformers' switches in the call (`given`) or in a generation config."""
+    switches = {name: getattr(config, name, None) for name in _SWITCHES} | dict(given)
     ways = {"plan": plan, **{name: switches.get(name) for name in ("assistant_early_exit", "assistant_model")}}
     named = [name for name, value in ways.items() if value is not None]
     if len(named) > 1:
@@ -88,14 +180,18 @@ def effective_plan(plan: Any, given: Mapping[str, Any], config: GenerationConfig
     return None
 
 
-def check_prompts(
+def _check_pass_width(pass_width: Any, plan: DraftPlan | None) -> None:
+    least = 1 + (plan.num_draft_tokens if plan else 0)
+    if pass_width is not None and not (type(pass_width) is int and pass_width >= least):
+        raise SettingError(
+            f"got pass_width={pass_width!r}; expected an integer of at least {least}: the newest token and the plan's "
+            "draft tokens."
+        )
+
+
+def _check_prompts(
     prompts: Sequence[Sequence[int]], settings: DecodingSettings, vocab_size: int, max_positions: int
 ) -> None:
-    """Make sure that every prompt can be decoded.
-
-    Raises:
-        InputError: a token id outside the vocabulary, or a prompt that leaves no room for a token.
-    """
     for row, prompt in enumerate(prompts):
         wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
         if wrong is not None:
@@ -112,13 +208,10 @@ def check_prompts(
             )
 
 
-def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+def _row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     """One seed a row: ``seed + row``, or as listed. Without a seed they come from torch's global generator.
 
     So a row decodes the same alone as in a batch, given its seed, and `torch.manual_seed` is respected.
-
-    Raises:
-        SettingError: not an int, or a list of another length than `rows`.
     """
     if seed is None:
         seed = int(torch.randint(2**62, ()).item())

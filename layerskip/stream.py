@@ -1,0 +1,73 @@
+"""Text that appears while it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from transformers import PreTrainedTokenizerBase
+
+from layerskip.engine import Commit, Engine
+from layerskip.result import GenerationResult
+from layerskip.text import Detokenizer
+
+__all__ = ["Stream", "StreamPiece"]
+
+
+class StreamPiece(str):
+    """A piece of new text; a string with more to say.
+
+    Attributes:
+        token_ids: the tokens whose text has become certain with this piece.
+        drafted: all of them were accepted drafts.
+    """
+
+    token_ids: tuple[int, ...]
+    drafted: bool
+
+    def __new__(cls, text: str, token_ids: tuple[int, ...], drafted: bool) -> StreamPiece:
+        """See the class."""
+        piece = super().__new__(cls, text)
+        piece.token_ids, piece.drafted = token_ids, drafted
+        return piece
+
+
+class Stream:
+    """An iterator over pieces of text that decodes as it is read. Leaving it early costs nothing and breaks nothing."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        make_result: Callable[[list[Commit]], GenerationResult],
+    ) -> None:
+        """Made by `Model.stream`."""
+        self._engine, self._make_result = engine, make_result
+        self._commits: list[Commit] = []
+        self._pieces = self._decode(Detokenizer(tokenizer))
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        """The stream itself."""
+        return self
+
+    def __next__(self) -> StreamPiece:
+        """The next piece of text that is certain."""
+        return next(self._pieces)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result; decodes whatever has not been read yet."""
+        for _ in self._pieces:
+            pass
+        return self._make_result(self._commits)
+
+    def _decode(self, detokenizer: Detokenizer) -> Iterator[StreamPiece]:
+        waiting: list[Commit] = []
+        for commit in self._engine:
+            self._commits.append(commit)
+            waiting.append(commit)
+            text = detokenizer.push(commit.token_id)
+            if commit.finish_reason is not None:
+                text += detokenizer.flush()
+            if text:
+                yield StreamPiece(text, tuple(each.token_id for each in waiting), all(each.drafted for each in waiting))
+                waiting = []
