@@ -5,8 +5,9 @@ The names are those under which the field's papers mean different things; the de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 __all__ = ["DecodeStats"]
@@ -51,6 +52,19 @@ class DecodeStats:
         _count(self.accepted_histogram, [accepted])
         _count(self.drafted_by_offset, range(min(accepted + 1, proposed)))
         _count(self.accepted_by_offset, range(accepted))
+
+    @classmethod
+    def pooled(cls, parts: Iterable[DecodeStats]) -> DecodeStats:
+        """Add up the counts and seconds of several calls."""
+        total = cls()
+        for part in parts:
+            for name, value in vars(part).items():
+                own = getattr(total, name)
+                added = (
+                    [a + b for a, b in zip_longest(own, value, fillvalue=0)] if isinstance(own, list) else own + value
+                )
+                setattr(total, name, added)
+        return total
 
     @property
     def accepted(self) -> int:
