@@ -9,6 +9,7 @@ from __future__ import annotations
 from layerskip.api import Model, load, wrap
 from layerskip.errors import (
     CheckpointError,
+    DecodingError,
     InputError,
     LayerSkipError,
     PlanError,
@@ -25,6 +26,7 @@ from layerskip.stream import Stream, StreamPiece
 __all__ = [
     "CheckpointError",
     "DecodeStats",
+    "DecodingError",
     "DraftPlan",
     "GenerationResult",
     "InputError",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from layerskip.drafters.base import Draft, DraftContext, Drafter, empty_draft
-from layerskip.errors import InputError
+from layerskip.errors import DecodingError
 from layerskip.models.decoder import Decoder
 from layerskip.state import DecodeState
 from layerskip.stats import DecodeStats
@@ -157,7 +157,7 @@ class Engine:
         rows = []
         for row, (accepted, next_token, num_valid, *drafts) in enumerate(read_back.tolist()):
             if state.active[row] and num_valid < logits.shape[1] and not bool(valid[row, : accepted + 1].all()):
-                raise InputError(
+                raise DecodingError(
                     f"got no next token in row {row} after {state.lengths[row]} tokens: the model's logits are NaN, or "
                     "the processors banned every token. Load the model in float32 or bfloat16 (float16 overflows in "
                     "some models), or loosen bad_words_ids, suppress_tokens or your own processors."

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CheckpointError",
+    "DecodingError",
     "InputError",
     "LayerSkipError",
     "PlanError",
@@ -51,6 +52,10 @@ class SettingError(LayerSkipError, ValueError):
 
 class UnknownSettingError(LayerSkipError, TypeError):
     """An argument name that does not exist."""
+
+
+class DecodingError(LayerSkipError, RuntimeError):
+    """Decoding cannot go on: the model or a processor left no token to choose."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
