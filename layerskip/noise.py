@@ -32,7 +32,7 @@ def wrap_seed(seed: int) -> int:
 
 
 def uniform(seeds: Tensor, counters: Tensor, purpose: Purpose, size: int) -> Tensor:
-    """Uniform numbers in the open interval (0, 1), with 53 random bits each.
+    """Uniform numbers in the open interval (0, 1), with 52 random bits each.
 
     Args:
         seeds: (batch,), int64.
@@ -45,7 +45,9 @@ def uniform(seeds: Tensor, counters: Tensor, purpose: Purpose, size: int) -> Ten
     stream = _mix(_mix(seeds + wrap_seed(_GOLDEN * purpose)).unsqueeze(1) + _GOLDEN * counters)
     index = torch.arange(1, size + 1, device=counters.device)
     bits = _mix(stream.unsqueeze(2) + index * _GOLDEN)
-    return (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    # 52 bits, not 53: with one more, adding a half rounds the largest number up to 1, whose logarithm is 0, and the
+    # 0 / 0 of a banned token would win the race.
+    return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def exponential(seeds: Tensor, counters: Tensor, purpose: Purpose, size: int) -> Tensor:
