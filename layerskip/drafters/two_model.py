@@ -63,7 +63,9 @@ class ModelDrafter:
         counts = [end - start for start, end in zip(starts, ends, strict=True)]
         span = self.decoder.span(starts, max(counts))
         positions = span.positions.clamp(max=state.token_ids.shape[1] - 1)
-        hidden = self.decoder.embed(state.token_ids.gather(1, positions).to(self.decoder.device))
+        # An id that this model lacks (padding of a larger vocabulary) may still be the target's choice.
+        token_ids = state.token_ids.gather(1, positions).clamp(max=self.decoder.vocab_size - 1)
+        hidden = self.decoder.embed(token_ids.to(self.decoder.device))
         hidden = self.decoder.run(hidden, self.decoder.full_path, self.cache, span)
         last = torch.tensor(counts, device=hidden.device) - 1
         logits = self.decoder.logits(hidden[state.rows, last].unsqueeze(1))
