@@ -1,0 +1,121 @@
+"""Engines without the front door: for tests that bring their own drafter, or look between two rounds."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from layerskip.drafters import Draft, DraftContext, Drafter, draft_chain
+from layerskip.engine import Engine
+from layerskip.models.decoder import Decoder
+from layerskip.processing import make_processors
+from layerskip.rules import make_rule
+from layerskip.sampling import Sampler
+from layerskip.settings import DecodingSettings
+from layerskip.state import DecodeState
+from layerskip.stopping import make_stopping
+
+MakeDrafter = Callable[[Decoder, DraftContext], Drafter]
+
+
+def make_engine(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    make_drafter: MakeDrafter | None,
+    *,
+    max_drafts: int = 4,
+    acceptance_rule: str = "maximal",
+    seeds: Sequence[int] | None = None,
+    confidence_threshold: float = 0.0,
+    processors: Sequence[object] = (),
+    tokenizer=None,
+    **settings,
+) -> Engine:
+    """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are."""
+    decoder, controls = Decoder(model), DecodingSettings(**settings)
+    lengths = [len(prompt) for prompt in prompts]
+    limits = [min(controls.longest(length), decoder.max_positions) for length in lengths]
+    cache = decoder.new_cache(len(prompts), max(limits) + max_drafts + 1)
+    seeds = range(len(prompts)) if seeds is None else seeds
+    context = DraftContext(
+        sampler=Sampler(
+            make_processors(controls, LogitsProcessorList(processors), lengths, "cpu"), bool(controls.do_sample)
+        ),
+        rule=make_rule(acceptance_rule, torch.tensor(list(seeds)), bool(controls.do_sample)),
+        eos_ids=torch.tensor(controls.eos_token_id, dtype=torch.int64),
+        confidence_threshold=confidence_threshold,
+        vocab_size=decoder.vocab_size,
+    )
+    return Engine(
+        decoder=decoder,
+        state=DecodeState(prompts, limits, cache, decoder.device),
+        context=context,
+        stopping=make_stopping(controls, StoppingCriteriaList(), tokenizer, lengths, decoder.max_positions),
+        drafter=make_drafter and make_drafter(decoder, context),
+        max_drafts=max_drafts,
+    )
+
+
+def run_checked(engine: Engine) -> list[list[int]]:
+    """Decode to the end, round by round, checking after each that the cache holds what was committed and no more.
+
+    Returns:
+        Each row's new tokens.
+    """
+    rows: list[list[int]] = [[] for _ in range(engine.state.batch)]
+    commits = engine.read_prompts()
+    while True:
+        for commit in commits:
+            rows[commit.row].append(commit.token_id)
+        engine.state.cache.check()
+        assert engine.state.cache.lengths == [length - 1 for length in engine.state.lengths]
+        if not any(engine.state.active):
+            return rows
+        commits = engine.decode_round()
+        assert commits, "a round that commits nothing would go on for ever"
+
+
+class ScriptedDrafter:
+    """Proposes what `script` says, whatever the model thinks of it: the token at each index of each row's text.
+
+    It drafts with certainty (one-hot), and unlike a drafter that looks at its tokens it goes on behind an EOS.
+    """
+
+    def __init__(self, context: DraftContext, script: Callable[[int, int], int]) -> None:
+        """`script` maps (row, index in the row's tokens, prompt included) to a token id."""
+        self.context = context
+        self.script = script
+
+    def begin(self, state: DecodeState) -> None:
+        pass
+
+    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+        count = max(limits)
+        tokens = torch.tensor(
+            [[self.script(row, length + i) for i in range(count)] for row, length in enumerate(state.lengths)]
+        )
+        for offset in range(count):
+            state.token_ids[state.rows, state.indices(offset)] = tokens[:, offset]
+        probs = torch.nn.functional.one_hot(tokens, self.context.vocab_size).double()
+        return Draft(tokens, probs, torch.tensor(limits))
+
+    def observe(self, state: DecodeState) -> None:
+        pass
+
+
+class LogitsDrafter:
+    """Draws from fixed logits (vocab), the same at every position: a draft that knows nothing of the model."""
+
+    def __init__(self, context: DraftContext, logits: torch.Tensor) -> None:
+        self.context = context
+        self.logits = logits
+
+    def begin(self, state: DecodeState) -> None:
+        pass
+
+    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+        logits = self.logits.expand(state.batch, 1, -1)
+        return draft_chain(lambda offset: logits, self.context, state, limits)
+
+    def observe(self, state: DecodeState) -> None:
+        pass
