@@ -17,4 +17,6 @@ def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
     assert expected.min() >= 5, f"too few draws: a cell of {expected.min():.2f} expected counts"
     statistic = ((counts[possible] - expected) ** 2 / expected).sum()
     freedom = (possible.sum() - 1).double()
+    if freedom == 0:
+        return 1.0
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
