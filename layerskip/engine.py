@@ -158,9 +158,9 @@ class Engine:
         for row, (accepted, next_token, num_valid, *drafts) in enumerate(read_back.tolist()):
             if state.active[row] and num_valid < logits.shape[1] and not bool(valid[row, : accepted + 1].all()):
                 raise DecodingError(
-                    f"got no next token in row {row} after {state.lengths[row]} tokens: the model's logits are NaN, or "
-                    "the processors banned every token. Load the model in float32 or bfloat16 (float16 overflows in "
-                    "some models), or loosen bad_words_ids, suppress_tokens or your own processors."
+                    f"got no next token in row {row} after {state.lengths[row]} tokens: the model's logits are NaN or "
+                    "infinite, or the processors banned every token. Load the model in float32 or bfloat16 (float16 "
+                    "overflows in some models), or loosen bad_words_ids, suppress_tokens or your own processors."
                 )
             rows.append([*drafts[:accepted], next_token])
         return rows

@@ -55,12 +55,13 @@ class Sampler:
             prefix_lengths: true length of each row's prefix at its first position.
 
         Returns:
-            probs (batch, tokens, vocab), float32 or float64, and valid (batch, tokens): False where the logits are
-            NaN or every token is banned; the distribution there is all on token 0.
+            probs (batch, tokens, vocab), float32 or float64, and valid (batch, tokens): False where there is no
+            distribution (NaN, all tokens banned, an infinite logit under sampling); it is then all on token 0.
         """
         scores = self._process(_widen(logits), token_ids, prefix_lengths)
         best, choice = scores.max(dim=-1)
-        valid = best > float("-inf")  # also False for NaN
+        # NaN is neither finite nor above anything. An infinite best has an argmax, but no softmax.
+        valid = best.isfinite() if self.do_sample else best > float("-inf")
         if self.do_sample:
             probs = scores.softmax(dim=-1)
             if not valid.all():
@@ -72,11 +73,12 @@ class Sampler:
 
     def _process(self, scores: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int]) -> Tensor:
         """Scores (batch, tokens, vocab) after all processors."""
-        if not self.processors[0]:
+        if not any(self.processors):
             return scores
+        if self._prefix_free and self._shared:
+            return self._call(0, token_ids[:1], scores.flatten(0, 1)).view_as(scores)
         if self._prefix_free:
-            processed = self._call(0, token_ids[:1], scores.flatten(0, 1))
-            return processed.view_as(scores)
+            return torch.stack([self._call(row, token_ids[row : row + 1], each) for row, each in enumerate(scores)])
         return torch.stack(
             [
                 self._process_position(scores[:, offset], token_ids, [length + offset for length in prefix_lengths])
