@@ -29,14 +29,16 @@ __all__ = ["make_processors"]
 def make_processors(
     settings: DecodingSettings, own: LogitsProcessorList, prompt_lengths: Sequence[int], device: str
 ) -> list[LogitsProcessorList]:
-    """Build each row's list; rows of equal prompt length share one.
+    """Build each row's list; rows share one where they can.
 
     Args:
         own: the caller's processors, run after ours and before the warpers, as in transformers.
         device: where the scores will be.
     """
-    by_length = {length: _row_processors(settings, own, length, device) for length in set(prompt_lengths)}
-    return [by_length[length] for length in prompt_lengths]
+    # Only a least number of new tokens depends on where the prompt ended.
+    lengths = prompt_lengths if settings.min_new_tokens else [0] * len(prompt_lengths)
+    by_length = {length: _row_processors(settings, own, length, device) for length in set(lengths)}
+    return [by_length[length] for length in lengths]
 
 
 def _row_processors(
