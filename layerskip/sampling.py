@@ -77,8 +77,6 @@ class Sampler:
             return scores
         if self._prefix_free and self._shared:
             return self._call(0, token_ids[:1], scores.flatten(0, 1)).view_as(scores)
-        if self._prefix_free:
-            return torch.stack([self._call(row, token_ids[row : row + 1], each) for row, each in enumerate(scores)])
         return torch.stack(
             [
                 self._process_position(scores[:, offset], token_ids, [length + offset for length in prefix_lengths])

@@ -20,3 +20,11 @@ def family_model(request):
 def llama():
     """A tiny random float64 Llama; treat it as read-only."""
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def reference_checkpoint():
+    """The folder of the real SmolLM2-135M-Instruct; fetched once per machine. For tests marked `smollm2` only."""
+    from layerskip.models.reference import smollm2_path
+
+    return smollm2_path()

@@ -1,0 +1,65 @@
+"""The conditions under which a figure was measured, without which it is no result."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import layerskip
+
+__all__ = ["conditions"]
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def conditions(model: layerskip.Model, prompts: Sequence[str]) -> dict[str, Any]:
+    """Everything that a reader needs to repeat or to discount a measurement of `model` on `prompts`."""
+    decoder = model.decoder
+    return {
+        "command": " ".join([Path(sys.executable).name, "-m", *_program()]),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": _processor(),
+        "device": str(decoder.device),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "architecture": decoder.architecture,
+        "num_blocks": decoder.num_blocks,
+        "weights": model.identity.weights,
+        "prompts": len(prompts),
+        "prompts_sha256": hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16],
+    }
+
+
+def _program() -> list[str]:
+    """The command line without the machine's own paths."""
+    module = sys.modules["__main__"].__spec__
+    return [module.name if module else Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
+
+
+def _processor() -> str:
+    """The processor's model and the instructions that low-precision arithmetic depends on."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in lines.items()}
+    wanted = [
+        flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()
+    ]
+    return f"{fields.get('model name', 'unknown')} ({', '.join(wanted)})"

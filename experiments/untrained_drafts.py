@@ -1,0 +1,161 @@
+"""What do untrained drafts do? Plain decoding against exits and skip sets on one checkpoint, in one process.
+
+    python -m experiments.untrained_drafts --model "$(layerskip reference)" --data prompts.jsonl
+
+Every prompt is decoded by every arm in turn (plain first), so that a slow minute of the machine falls on all of them;
+ratios are taken prompt by prompt. Three modes: greedy; T = 0.7 under the rule that accepts most; T = 0.7 under the
+invariant rule, whose text for a seed should equal plain decoding's. Where a low-precision greedy output parts from
+plain decoding's, the gap between the target's two choices at that step is recorded.
+
+Prints a Markdown table, and as its last line one JSON document, which is also appended to the results file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import layerskip
+from experiments.conditions import conditions
+from layerskip.exactness import first_difference
+
+__all__ = ["main"]
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "T=0.7 maximal": {"do_sample": True, "temperature": 0.7, "acceptance_rule": "maximal"},
+    "T=0.7 invariant": {"do_sample": True, "temperature": 0.7, "acceptance_rule": "invariant"},
+}
+
+
+@dataclass
+class Arm:
+    """One way to draft, and what it did on each prompt."""
+
+    name: str
+    plan: layerskip.DraftPlan | None
+    results: list[layerskip.GenerationResult] = field(default_factory=list)
+
+
+def arms(num_draft_tokens: int) -> list[Arm]:
+    """Plain decoding, three exits, three skip sets.
+
+    The skip sets: the best single sub-block and the best four by greedy removal (agreement on the model's own
+    answers, SmolLM2-135M-Instruct), and every second layer whole, where SWIFT's search begins (Xia et al. 2025).
+    """
+    every_second = range(1, 29, 2)
+    drafts = {
+        "exit 6": layerskip.DraftPlan.exit(6),
+        "exit 15": layerskip.DraftPlan.exit(15),
+        "exit 25": layerskip.DraftPlan.exit(25),
+        "skip 1 sub-block": layerskip.DraftPlan.skip(attention=[6]),
+        "skip 4 sub-blocks": layerskip.DraftPlan.skip(attention=[3, 6, 7, 25]),
+        "skip every 2nd layer": layerskip.DraftPlan.skip(every_second, every_second),
+    }
+    sized = [Arm(name, replace(plan, num_draft_tokens=num_draft_tokens)) for name, plan in drafts.items()]
+    return [Arm("plain", None), *sized]
+
+
+def read_prompts(file: Path, count: int) -> list[str]:
+    """The first turns of `count` questions, spread evenly over the file (Spec-Bench format)."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    chosen = [lines[index * len(lines) // count] for index in range(count)]
+    return [each["turns"][0] for each in chosen]
+
+
+def run_mode(model: layerskip.Model, prompts: Sequence[str], settings: dict[str, Any], drafts: list[Arm]) -> None:
+    """Decode every prompt by every arm in turn."""
+    model.generate("warm-up", max_new_tokens=4)
+    for index, prompt in enumerate(track(prompts, console=Console(stderr=True))):
+        for arm in drafts:
+            messages = [{"role": "user", "content": prompt}]
+            arm.results.append(model.generate(messages, plan=arm.plan, seed=index, **settings))
+
+
+def summary(model: layerskip.Model, arm: Arm, plain: Arm, greedy: bool) -> dict[str, Any]:
+    """One row of the table: pooled counts, medians and quartiles over prompts."""
+    pairs = list(zip(arm.results, plain.results, strict=True))
+    pooled = layerskip.DecodeStats.pooled(ours.stats for ours, _ in pairs)
+    ratios = [ours.stats.tokens_per_s / theirs.stats.tokens_per_s for ours, theirs in pairs if theirs.stats.rounds]
+    parted = [(ours, theirs) for ours, theirs in pairs if ours.new_token_ids != theirs.new_token_ids]
+    gaps = [_gap_in_steps(model, *pair) for pair in parted] if greedy else []
+    return {
+        "arm": arm.name,
+        "tokens_per_round": pooled.tokens_per_round,
+        "acceptance_by_offset": pooled.acceptance_by_offset,
+        "tokens_per_s_median": statistics.median(ours.stats.tokens_per_s for ours, _ in pairs),
+        "ratio_to_plain_quartiles": statistics.quantiles(ratios, n=4),
+        "equal": len(pairs) - len(parted),
+        "gaps_in_rounding_steps": gaps,
+        "stats": pooled.to_dict(),
+    }
+
+
+def _gap_in_steps(model: layerskip.Model, a: layerskip.GenerationResult, b: layerskip.GenerationResult) -> float:
+    """How far apart the target's two choices are where `a` and `b` part, in rounding steps of the model's dtype."""
+    prompt = a.sequences[0, : -len(a.new_token_ids[0])].tolist()
+    difference = first_difference(model.hf_model, prompt, a.new_token_ids[0], b.new_token_ids[0])
+    return difference.gap / difference.rounding_step if difference else 0.0
+
+
+def table(rows: list[dict[str, Any]], prompts: int) -> str:
+    """Rows as Markdown."""
+    lines = [
+        "| draft | tokens/round | acceptance by offset | tokens/s | ÷ plain (quartiles) | equal | largest gap if not |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        low, middle, high = row["ratio_to_plain_quartiles"]
+        offsets = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_offset"]) or "–"
+        gap = f"{max(row['gaps_in_rounding_steps']):.2f} steps" if row["gaps_in_rounding_steps"] else "–"
+        lines.append(
+            f"| {row['arm']} | {row['tokens_per_round']:.2f} | {offsets} | {row['tokens_per_s_median']:.1f} "
+            f"| {middle:.2f} ({low:.2f}–{high:.2f}) | {row['equal']}/{prompts} | {gap} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run all modes, print the tables, append the results."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    model = layerskip.load(options.model, dtype=options.dtype)
+    prompts = read_prompts(options.data, options.prompts)
+    document: dict[str, Any] = {"experiment": "untrained_drafts", "conditions": conditions(model, prompts)}
+    for mode, settings in MODES.items():
+        drafts = arms(options.num_draft_tokens)
+        run_mode(model, prompts, {**settings, "max_new_tokens": options.new_tokens}, drafts)
+        rows = [summary(model, arm, drafts[0], greedy=mode == "greedy") for arm in drafts]
+        document[mode] = rows
+        print(f"\n{mode}, {len(prompts)} prompts, {options.new_tokens} tokens\n\n{table(rows, len(prompts))}")
+    line = json.dumps(document)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    with options.results.open("a", encoding="utf-8") as results:
+        results.write(line + "\n")
+    print(line)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
+    parser.add_argument("--data", type=Path, required=True, help="questions in Spec-Bench format, JSON lines")
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--num-draft-tokens", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=Path("experiments/results/untrained_drafts.jsonl"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
