@@ -179,7 +179,9 @@ class Model:
         return draft
 
     def _result(self, request: Request, engine: Engine, commits: list[Commit]) -> GenerationResult:
-        rows = [[commit for commit in commits if commit.row == row] for row in range(len(request.prompts))]
+        rows: list[list[Commit]] = [[] for _ in request.prompts]
+        for commit in commits:
+            rows[commit.row].append(commit)
         new_token_ids = [[commit.token_id for commit in row] for row in rows]
         return GenerationResult(
             sequences=_padded(request, new_token_ids).to(self.decoder.device),
