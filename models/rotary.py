@@ -46,7 +46,9 @@ class Rotary:
                 f"got rotary scaling {kind!r}; supported are {', '.join(_SUPPORTED)}. "
                 "Its tables depend on the sequence's length, so a shortened cache would not be the model's own."
             )
-        self._inverse_frequencies = module.inv_freq.detach().to("cpu", torch.float32)  # (head_dim / 2,)
+        # A text beyond the model's positions leaves "dynamic" stretched until transformers' next shorter call.
+        frequencies = module.original_inv_freq if kind == "dynamic" else module.inv_freq
+        self._inverse_frequencies = frequencies.detach().to("cpu", torch.float32)  # (head_dim / 2,)
         self._scaling = float(module.attention_scaling)
         self._dtype = dtype
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
