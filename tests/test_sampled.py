@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from layerskip import DraftPlan, SettingError, wrap
-from tests.agreeing_models import agreeing_model
 from tests.chi_square import chi_square_p_value
 from tests.engines import LogitsDrafter, make_engine
+from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, tiny_model
 
 VOCAB = 8

@@ -1,0 +1,36 @@
+"""Tiny models made for one purpose each; treat them as read-only."""
+
+import copy
+import functools
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.tiny_models import TINY_CONFIGS, VOCAB_SIZE, tiny_model
+
+
+@functools.cache
+def agreeing_model(family: str, scale: float = 0.2) -> PreTrainedModel:
+    """`tiny_model(family)` with what each layer but the first adds scaled by `scale`.
+
+    A random model rejects nearly every draft of its own; here rounds of every outcome occur. The later layers still
+    matter: leaving them out changes some tokens.
+    """
+    model = copy.deepcopy(tiny_model(family))
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                for parameter in output.parameters():
+                    parameter.mul_(scale)
+    return model
+
+
+@functools.cache
+def llama_with(*, max_positions: int = 160, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> PreTrainedModel:
+    """The tiny Llama with another number of positions or ids."""
+    changes = {"max_position_embeddings": max_positions, "vocab_size": vocab_size}
+    config = type(TINY_CONFIGS["llama"])(**(TINY_CONFIGS["llama"].to_dict() | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    return model.requires_grad_(False)

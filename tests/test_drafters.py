@@ -1,0 +1,155 @@
+"""The drafters keep the contract, and what is special to each."""
+
+import copy
+
+import pytest
+import torch
+
+from layerskip.drafters import ModelDrafter, SelfDrafter
+from layerskip.drafters.self_draft import count_exact_blocks
+from layerskip.models.decoder import Decoder, Step
+from layerskip.plan import DraftPlan
+from tests.contracts import PROMPTS, DrafterContract
+from tests.engines import LogitsDrafter, make_engine, run_checked
+from tests.special_models import agreeing_model
+from tests.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
+
+
+def self_drafter(plan: DraftPlan):
+    return lambda decoder, context: SelfDrafter(decoder, plan.path(decoder.num_blocks), context)
+
+
+class TestExit(DrafterContract):
+    make_drafter = staticmethod(self_drafter(DraftPlan.exit(2)))
+
+
+class TestSkippedAttention(DrafterContract):
+    make_drafter = staticmethod(self_drafter(DraftPlan.skip(attention=[1, 2])))
+
+
+class TestSkippedFirstLayer(DrafterContract):
+    """Nothing of the draft is exact."""
+
+    make_drafter = staticmethod(self_drafter(DraftPlan.skip([0], [0])))
+
+
+class TestNothingSkipped(DrafterContract):
+    """Everything of the draft is exact."""
+
+    make_drafter = staticmethod(self_drafter(DraftPlan.skip()))
+
+
+class TestSlidingWindow(DrafterContract):
+    family = "mistral-window"
+    make_drafter = staticmethod(self_drafter(DraftPlan.exit(3)))
+
+
+class TestOtherModel(DrafterContract):
+    make_drafter = staticmethod(lambda _, context: ModelDrafter(Decoder(tiny_model("llama")), context))
+
+
+class TestTheModelItself(DrafterContract):
+    make_drafter = staticmethod(lambda decoder, context: ModelDrafter(decoder, context))
+
+
+class TestUniform(DrafterContract):
+    """A drafter of the tests: the contract asks for nothing that only the two real ones have."""
+
+    make_drafter = staticmethod(lambda _, context: LogitsDrafter(context, torch.linspace(0, 3, VOCAB_SIZE)))
+
+
+@pytest.mark.parametrize(
+    ("path", "exact"),
+    [
+        ([], 0),
+        ([Step(0), Step(1)], 2),
+        ([Step(1), Step(2)], 0),
+        ([Step(0), Step(2), Step(3)], 1),
+        ([Step(0, attention=False), Step(1)], 0),
+        ([Step(0), Step(1, mlp=False), Step(2)], 1),
+        ([Step(0), Step(1), Step(2), Step(3)], 4),
+    ],
+)
+def test_blocks_are_exact_up_to_the_first_that_is_not_whole(path, exact):
+    assert count_exact_blocks(path) == exact
+
+
+@pytest.mark.parametrize("plan", [DraftPlan.exit(2), DraftPlan.exit(3), DraftPlan.skip([2], [3]), DraftPlan.skip()])
+def test_exact_states_are_those_of_a_full_pass(plan):
+    """Verification goes on from them. Catches states of other positions, or behind another number of blocks."""
+    engine = make_engine(agreeing_model("llama"), PROMPTS, self_drafter(plan), max_new_tokens=16)
+    engine.read_prompts()
+    with torch.no_grad():
+        draft = engine.drafter.propose(engine.state, [4, 4, 4])
+    decoder = engine.decoder
+    for row, length in enumerate(engine.state.lengths):
+        text = engine.state.token_ids[row : row + 1, : length + 3]  # the last draft was not run
+        cache, span = decoder.new_cache(1, text.shape[1]), decoder.span([0], text.shape[1])
+        states = decoder.run(decoder.embed(text), decoder.full_path[: draft.exact_blocks], cache, span)
+        torch.testing.assert_close(draft.exact_states[row], states[0, length - 1 :], rtol=0, atol=1e-10)
+
+
+def test_a_self_draft_without_exact_blocks_hands_over_no_states():
+    engine = make_engine(agreeing_model("llama"), PROMPTS, self_drafter(DraftPlan.skip(mlp=[0])), max_new_tokens=16)
+    engine.read_prompts()
+    with torch.no_grad():
+        draft = engine.drafter.propose(engine.state, [2, 2, 2])
+    assert (draft.exact_states, draft.exact_blocks) == (None, 0)
+
+
+class TestModelDrafterCache:
+    """The draft model's own cache catches up with what was committed."""
+
+    def engine(self, prompts=PROMPTS, draft=None, **options):
+        draft = draft or tiny_model("llama")
+        return make_engine(
+            agreeing_model("llama"),
+            prompts,
+            lambda _, context: ModelDrafter(Decoder(draft), context),
+            **{"max_new_tokens": 24, **options},
+        )
+
+    def test_it_holds_the_committed_tokens_after_every_round(self):
+        """At most two behind: the newest token, and the last of an accepted draft, were never fed to it."""
+        engine = self.engine()
+        commits = engine.read_prompts()
+        while any(engine.state.active):
+            engine.drafter.cache.check()
+            behind = [length - held for length, held in zip(engine.state.lengths, engine.drafter.cache.lengths,
+                                                            strict=True)]  # fmt: skip
+            assert all(1 <= each <= 2 for each in behind)
+            commits = engine.decode_round()
+        assert commits
+
+    def test_its_entries_are_those_of_a_fresh_pass(self):
+        """Catches entries of rejected drafts that survive a rollback: drafts would slowly get worse, output not."""
+        engine = self.engine()
+        rows = run_checked(engine)
+        decoder, cache = engine.drafter.decoder, engine.drafter.cache
+        for row, tokens in enumerate(rows):
+            text, held = torch.tensor([PROMPTS[row] + tokens]), cache.lengths[row]
+            fresh, span = decoder.new_cache(1, held), decoder.span([0], held)
+            decoder.run(decoder.embed(text[:, :held]), decoder.full_path, fresh, span)
+            for stored, right in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
+                torch.testing.assert_close(stored[row, :, :held], right[0], rtol=0, atol=1e-10)
+
+    def test_it_catches_up_after_rounds_without_drafts(self):
+        """Rounds in which the engine did not ask it leave it behind by as many tokens; drafts must be as if not."""
+        engine, steady = self.engine(PROMPTS[:1]), self.engine(PROMPTS[:1])
+        for each in (engine, steady):
+            each.read_prompts()
+        engine.max_drafts = 0
+        for _ in range(5):
+            engine.decode_round()
+        engine.max_drafts = 4
+        while steady.state.lengths < engine.state.lengths:
+            steady.max_drafts = 1 if steady.state.lengths[0] + 2 <= engine.state.lengths[0] else 0
+            steady.decode_round()
+        with torch.no_grad():
+            drafts = [each.drafter.propose(each.state, [4]) for each in (engine, steady)]
+        assert torch.equal(drafts[0].tokens, drafts[1].tokens)
+
+    def test_a_draft_of_the_target_itself_is_the_targets_own_text(self):
+        engine = self.engine(draft=copy.deepcopy(agreeing_model("llama")), max_drafts=NUM_LAYERS)
+        run_checked(engine)
+        assert engine.stats.acceptance_rate == 1
