@@ -133,10 +133,11 @@ def make_request(
     processors, criteria = given.pop("logits_processor", None), given.pop("stopping_criteria", None)
     acceptance_rule, pass_width = given.pop("acceptance_rule", "maximal"), given.pop("pass_width", None)
     plan, switches = given.pop("plan", None), {name: given.pop(name) for name in _SWITCHES if name in given}
-    settings = resolve_settings(own_config, config, given)
+    settings = resolve_settings(own_config, config, given, (*CallOptions.__annotations__, "streamer"))
     plan = _effective_plan(plan, switches, config)
     _check_pass_width(pass_width, plan)
     prompts = encode(input_ids if inputs is None else inputs, tokenizer, attention_mask)
+    _check_bad_words(settings, vocab_size)
     _check_prompts(prompts, settings, vocab_size, max_positions)
     prompts = [prompt for prompt in prompts for _ in range(settings.num_return_sequences)]
     return Request(
@@ -145,8 +146,8 @@ def make_request(
         plan=plan,
         acceptance_rule=acceptance_rule,
         seeds=_row_seeds(seed, len(prompts)),
-        own_processors=LogitsProcessorList(processors or ()),
-        own_criteria=StoppingCriteriaList(criteria or ()),
+        own_processors=LogitsProcessorList(_listed("logits_processor", processors)),
+        own_criteria=StoppingCriteriaList(_listed("stopping_criteria", criteria)),
         pass_width=pass_width,
     )
 
@@ -180,6 +181,12 @@ def _effective_plan(plan: Any, given: Mapping[str, Any], config: GenerationConfi
     return None
 
 
+def _listed(name: str, value: Any) -> Sequence[Any]:
+    if value is not None and not (isinstance(value, (list, tuple)) and all(map(callable, value))):
+        raise SettingError(f"got {name}={value!r}; expected a list of transformers' objects: write {name}=[…].")
+    return value or ()
+
+
 def _check_pass_width(pass_width: Any, plan: DraftPlan | None) -> None:
     least = 1 + (plan.num_draft_tokens if plan else 0)
     if pass_width is not None and not (type(pass_width) is int and pass_width >= least):
@@ -187,6 +194,16 @@ def _check_pass_width(pass_width: Any, plan: DraftPlan | None) -> None:
             f"got pass_width={pass_width!r}; expected an integer of at least {least}: the newest token and the plan's "
             "draft tokens."
         )
+
+
+def _check_bad_words(settings: DecodingSettings, vocab_size: int) -> None:
+    """transformers' processor would refuse them in the middle of the call."""
+    for token in (token for word in settings.bad_words_ids or [] for token in word):
+        if token >= vocab_size:
+            raise SettingError(
+                f"got bad_words_ids with the token id {token}; expected ids from 0 to {vocab_size - 1}. Make them with "
+                "the model's own tokenizer."
+            )
 
 
 def _check_prompts(

@@ -7,7 +7,7 @@ a `GenerationConfig` given to the call, and the call's keyword arguments. None a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -79,6 +79,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "return_dict_in_generate": (True, False),  # what we return holds both forms
 }
 
+# Two ways to say one thing, the second counting the prompt.
+_LENGTHS = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 # Settings that act on sampling only, with the values at which they are off.
 _WARPERS_OFF: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0,),
@@ -92,33 +94,42 @@ _WARPERS_OFF: dict[str, tuple[Any, ...]] = {
 
 
 def resolve_settings(
-    own: GenerationConfig, given_config: GenerationConfig | None, given: Mapping[str, Any]
+    own: GenerationConfig | None,
+    given_config: GenerationConfig | None,
+    given: Mapping[str, Any],
+    further_names: Iterable[str] = (),
 ) -> DecodingSettings:
     """Merge the checkpoint's own config, a given config and keyword arguments, and check the result.
+
+    Args:
+        further_names: arguments of the call that are no settings, to suggest them for a name that does not exist.
 
     Raises:
         UnknownSettingError: a name in `given` that neither we nor transformers know.
         SettingError: a value out of range, settings that contradict each other, or one of transformers' settings
             that would change the output and is not supported.
     """
-    _refuse_unknown(given)
+    _refuse_unknown(given, (*NAMES, *further_names))
     _refuse_conflicts(given)
     if given_config is not None and not isinstance(given_config, GenerationConfig):
         raise SettingError(f"got generation_config of type {type(given_config).__name__}; expected a GenerationConfig")
     values: dict[str, Any] = {}
     for source in (own, given_config):
         if source is not None:
-            values |= {name: value for name, value in _supported(source).items() if value is not None}
-    values |= {name: given[name] for name in NAMES if name in given}
-    # A length that the call states replaces the other kind of length that a config states.
-    for length, other in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
-        if given.get(length) is not None:
-            values.pop(other, None)
-        elif given.get(other) is not None:
-            values.pop(length, None)
+            _override(values, {name: value for name, value in _supported(source).items() if value is not None})
+    _override(values, {name: given[name] for name in NAMES if name in given})
     settings = _checked(values)
     _refuse_warpers_without_sampling(given, settings.do_sample)
     return settings
+
+
+def _override(values: dict[str, Any], stronger: Mapping[str, Any]) -> None:
+    """Update `values`; a length in `stronger` replaces the other kind of length of a weaker source too."""
+    for pair in _LENGTHS:
+        for length, other in (pair, pair[::-1]):
+            if stronger.get(length) is not None:
+                values.pop(other, None)
+    values.update(stronger)
 
 
 def _supported(config: GenerationConfig) -> dict[str, Any]:
@@ -130,7 +141,7 @@ def _supported(config: GenerationConfig) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in NAMES}
 
 
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
+def _refuse_unknown(given: Mapping[str, Any], names: Iterable[str]) -> None:
     known_to_transformers = set(GenerationConfig().to_dict()) | set(_OFF) | _WITHOUT_EFFECT_ON_TOKENS
     for name, value in given.items():
         if name in NAMES:
@@ -138,7 +149,7 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
         if name not in known_to_transformers:
             raise UnknownSettingError(
                 f"got an unknown argument {name!r}; expected a decoding setting by transformers' name: "
-                f"{', '.join(NAMES)}.{did_you_mean(name, NAMES)}"
+                f"{', '.join(NAMES)}.{did_you_mean(name, names)}"
             )
         if name not in ("use_cache",) or value is False:
             _refuse_unsupported(name, value, "in the call")
@@ -155,7 +166,7 @@ def _refuse_unsupported(name: str, value: Any, where: str) -> None:
 
 def _refuse_conflicts(given: Mapping[str, Any]) -> None:
     set_ = {name for name, value in given.items() if value is not None}
-    for first, second in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+    for first, second in _LENGTHS:
         if {first, second} <= set_:
             raise SettingError(
                 f"got {first}={given[first]!r} and {second}={given[second]!r}, which contradict each other "
@@ -175,8 +186,10 @@ def _refuse_warpers_without_sampling(given: Mapping[str, Any], do_sample: bool) 
 
 def _checked(values: dict[str, Any]) -> DecodingSettings:
     values["eos_token_id"] = _as_ids("eos_token_id", values.get("eos_token_id"))
-    stop_strings = values.get("stop_strings") or ()
-    values["stop_strings"] = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+    values["stop_strings"] = _as_strings("stop_strings", values.get("stop_strings"))
+    for name in ("do_sample", "num_return_sequences"):  # off is no None here
+        if values.get(name) is None:
+            values.pop(name, None)
     for name, (kind, holds, expected) in _RANGES.items():
         value = values.get(name)
         if value is None:
@@ -186,8 +199,6 @@ def _checked(values: dict[str, Any]) -> DecodingSettings:
             raise SettingError(f"got {name}={value!r}; expected {expected}.{hint}")
     if not isinstance(values.get("do_sample", False), bool):
         raise SettingError(f"got do_sample={values['do_sample']!r}; expected True or False.")
-    if not all(isinstance(each, str) and each for each in values["stop_strings"]):
-        raise SettingError(f"got stop_strings={values['stop_strings']!r}; expected non-empty strings.")
     _check_ids(values)
     settings = DecodingSettings(**{name: values[name] for name in NAMES if name in values})
     minimum, maximum = settings.min_new_tokens, settings.max_new_tokens
@@ -196,7 +207,7 @@ def _checked(values: dict[str, Any]) -> DecodingSettings:
     return settings
 
 
-def _check_ids(values: Mapping[str, Any]) -> None:
+def _check_ids(values: dict[str, Any]) -> None:
     bad_words = values.get("bad_words_ids")
     if bad_words is not None and not (
         isinstance(bad_words, list) and bad_words and all(isinstance(word, list) and word for word in bad_words)
@@ -205,7 +216,15 @@ def _check_ids(values: Mapping[str, Any]) -> None:
     for word in bad_words or []:
         _as_ids("bad_words_ids", word)
     if values.get("suppress_tokens") is not None:
-        _as_ids("suppress_tokens", values["suppress_tokens"])
+        values["suppress_tokens"] = list(_as_ids("suppress_tokens", values["suppress_tokens"]))
+
+
+def _as_strings(name: str, value: Any) -> tuple[str, ...]:
+    """One string, several, or None, as a tuple of non-empty strings."""
+    strings = [] if value is None else [value] if isinstance(value, str) else value
+    if not (isinstance(strings, (list, tuple)) and all(isinstance(each, str) and each for each in strings)):
+        raise SettingError(f"got {name}={value!r}; expected one non-empty string or a list of them.")
+    return tuple(strings)
 
 
 def _as_ids(name: str, value: Any) -> tuple[int, ...]:
