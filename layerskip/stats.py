@@ -6,7 +6,7 @@ The names are those under which the field's papers mean different things; the de
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -122,7 +122,7 @@ class DecodeStats:
             "total_s",
             "tokens_per_s",
         )
-        return {**vars(self), **{name: getattr(self, name) for name in derived}}
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def _count(counts: list[int], indices: Sequence[int]) -> None:
