@@ -75,9 +75,11 @@ class KVCache:
         """Record that `blocks` were written by a pass whose first `exact_blocks` blocks saw the full model's states.
 
         Raises:
-            AssertionError: the pass left a gap behind what an exact block holds.
+            AssertionError: the pass left a gap behind what an exact block holds, or went beyond the capacity (where
+                torch drops the write of one token without a word).
         """
         starts = np.asarray(span.starts)
+        assert span.end <= self.capacity, f"wrote up to {span.end} of {self.capacity} slots"
         written = np.asarray(blocks, dtype=np.int64)
         exact, inexact = written[written < exact_blocks], written[written >= exact_blocks]
         assert (starts <= self._exact[exact]).all(), f"gap: wrote from {starts}, held {self._exact[exact]}"
