@@ -1,0 +1,142 @@
+"""The statistics on a call computed by hand: each name has one definition."""
+
+import json
+
+import pytest
+
+from layerskip.stats import DecodeStats
+
+
+@pytest.fixture
+def stats():
+    """Four rounds of up to three drafts, by hand.
+
+    ======== ======== =========
+    proposed accepted committed
+    ======== ======== =========
+    3        3        4
+    3        1        2
+    2        0        1
+    3        2        1          (the first of the two accepted drafts ended the text)
+    ======== ======== =========
+    """
+    stats = DecodeStats(prompt_tokens=10, new_tokens=1, prefill_s=0.5, draft_s=1.0, verify_s=2.0, host_s=0.25)
+    for proposed, accepted, committed in ((3, 3, 4), (3, 1, 2), (2, 0, 1), (3, 2, 1)):
+        stats.record_round(proposed=proposed, accepted=accepted, committed=committed)
+    return stats
+
+
+def test_counts(stats):
+    assert stats.rounds == 4
+    assert stats.proposed == 11
+    assert stats.accepted == 6
+    assert stats.round_tokens == 8
+    assert stats.new_tokens == 9  # and the one out of the prompt's pass
+    assert stats.accepted_histogram == [1, 1, 1, 1]
+
+
+def test_rates(stats):
+    assert stats.tokens_per_round == 8 / 4
+    assert stats.acceptance_rate == 6 / 11
+
+
+def test_acceptance_by_offset_is_conditional(stats):
+    """Offset 1 was reached in three rounds (not where the first draft fell), offset 2 in two of them."""
+    assert stats.drafted_by_offset == [4, 3, 2]
+    assert stats.accepted_by_offset == [3, 2, 1]
+    assert stats.acceptance_by_offset == [3 / 4, 2 / 3, 1 / 2]
+
+
+def test_a_last_draft_that_is_accepted_opens_no_further_offset():
+    """Catches a fourth offset after three accepted drafts of three, which would read as never accepted."""
+    stats = DecodeStats()
+    stats.record_round(proposed=3, accepted=3, committed=4)
+    assert stats.acceptance_by_offset == [1.0, 1.0, 1.0]
+    assert stats.accepted_histogram == [0, 0, 0, 1]
+
+
+def test_offsets_at_which_nothing_was_accepted_are_listed():
+    stats = DecodeStats()
+    stats.record_round(proposed=2, accepted=0, committed=1)
+    stats.record_round(proposed=2, accepted=1, committed=2)
+    assert stats.acceptance_by_offset == [1 / 2, 0.0]
+
+
+def test_times(stats):
+    assert stats.decode_s == 3.25
+    assert stats.total_s == 3.75
+    assert stats.tokens_per_s == 8 / 3.25  # the first token belongs to the prompt's pass
+
+
+def test_predicted_speedup_leaves_the_host_out(stats):
+    """Eight tokens at half a second each, against three seconds of model passes."""
+    assert stats.predicted_speedup(plain_step_s=0.5) == 8 * 0.5 / 3.0
+
+
+def test_plain_decoding_makes_one_token_a_round():
+    stats = DecodeStats()
+    for _ in range(5):
+        stats.record_round(proposed=0, accepted=0, committed=1)
+    assert stats.tokens_per_round == 1.0
+    assert stats.acceptance_rate == 0.0
+    assert stats.acceptance_by_offset == []
+    assert stats.accepted_histogram == [5]
+
+
+def test_nothing_is_divided_by_zero_before_the_first_round():
+    stats = DecodeStats()
+    assert stats.tokens_per_round == stats.acceptance_rate == stats.tokens_per_s == 0.0
+    assert stats.predicted_speedup(0.1) == 0.0
+    assert stats.acceptance_by_offset == []
+
+
+def test_two_calls_do_not_share_their_counts():
+    """Catches a list as a default value."""
+    first, second = DecodeStats(), DecodeStats()
+    first.record_round(proposed=1, accepted=1, committed=2)
+    assert second == DecodeStats() and second.accepted_histogram == [0]
+
+
+def test_dictionary_is_all_counts_times_and_rates_for_json(stats):
+    assert json.loads(json.dumps(stats.to_dict())) == {
+        "prompt_tokens": 10,
+        "new_tokens": 9,
+        "rounds": 4,
+        "round_tokens": 8,
+        "proposed": 11,
+        "accepted": 6,
+        "drafted_by_offset": [4, 3, 2],
+        "accepted_by_offset": [3, 2, 1],
+        "accepted_histogram": [1, 1, 1, 1],
+        "prefill_s": 0.5,
+        "draft_s": 1.0,
+        "verify_s": 2.0,
+        "host_s": 0.25,
+        "tokens_per_round": 2.0,
+        "acceptance_rate": 6 / 11,
+        "acceptance_by_offset": [3 / 4, 2 / 3, 1 / 2],
+        "decode_s": 3.25,
+        "total_s": 3.75,
+        "tokens_per_s": 8 / 3.25,
+    }
+
+
+def test_dictionary_is_a_snapshot(stats):
+    """Counting on after it was taken, as a stream does, must not change it."""
+    taken = stats.to_dict()
+    before = json.dumps(taken)
+    stats.record_round(proposed=3, accepted=3, committed=4)
+    assert json.dumps(taken) == before
+
+
+def test_pooled_calls_count_as_one(stats):
+    """Rates come from the summed counts; catches a mean of rates, and lists of different lengths that are cut."""
+    other = DecodeStats(prompt_tokens=3, new_tokens=1, verify_s=1.0)
+    other.record_round(proposed=5, accepted=5, committed=6)
+    pooled = DecodeStats.pooled([stats, other])
+    assert pooled.acceptance_rate == 11 / 16
+    assert pooled.tokens_per_round == 14 / 5
+    assert pooled.acceptance_by_offset == [4 / 5, 3 / 4, 2 / 3, 1.0, 1.0]
+    assert pooled.accepted_histogram == [1, 1, 1, 1, 0, 1]
+    assert (pooled.prompt_tokens, pooled.new_tokens, pooled.decode_s) == (13, 16, 4.25)
+    assert other.accepted_histogram == [0, 0, 0, 0, 0, 1]
