@@ -44,6 +44,19 @@ class Commit(NamedTuple):
     finish_reason: FinishReason | None
 
 
+class Chosen(NamedTuple):
+    """What a row's verification decided.
+
+    Attributes:
+        tokens: the accepted drafts and the token after them.
+        num_valid: how many of these positions have a distribution at all; what is chosen from there on is void.
+    """
+
+    tokens: list[int]
+    accepted: int
+    num_valid: int
+
+
 @dataclass
 class Engine:
     """Decodes the rows of `state`.
@@ -88,7 +101,7 @@ class Engine:
         logits = self.decoder.logits(hidden[state.rows.to(hidden.device), last].unsqueeze(1))
         first = self._accept(empty_draft(self.context, state), logits)
         self.stats.prompt_tokens += sum(lengths)
-        commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row], 0)]
+        commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row])]
         self.stats.new_tokens += len(commits)
         self._end_round()
         self.stats.prefill_s += watch.lap()
@@ -108,13 +121,13 @@ class Engine:
         self.stats.draft_s += watch.lap()
         logits = self._verify(draft)
         self.stats.verify_s += watch.lap()
-        tokens = self._accept(draft, logits)
+        chosen = self._accept(draft, logits)
         proposed = draft.num_drafted.tolist()
         commits: list[Commit] = []
         for row in range(state.batch):
             if state.active[row]:
-                kept = self._commit_row(row, tokens[row], drafted=len(tokens[row]) - 1)
-                self.stats.record_round(proposed[row], len(tokens[row]) - 1, len(kept))
+                kept = self._commit_row(row, chosen[row])
+                self.stats.record_round(proposed[row], chosen[row].accepted, len(kept))
                 commits += kept
         self._end_round()
         self.stats.host_s += watch.lap()
@@ -143,7 +156,7 @@ class Engine:
         hidden = self.decoder.run(hidden, self.decoder.full_path[exact_blocks:], self.state.cache, span)
         return self.decoder.logits(hidden[:, : drafts + 1])
 
-    def _accept(self, draft: Draft, logits: Tensor) -> list[list[int]]:
+    def _accept(self, draft: Draft, logits: Tensor) -> list[Chosen]:
         """Each row's accepted drafts and the token after them; the one place where the round waits for the device."""
         state, context = self.state, self.context
         target_probs, valid = context.sampler.distribution(logits, state.token_ids, state.lengths)
@@ -151,29 +164,30 @@ class Engine:
         acceptance = context.rule.accept(
             draft.tokens, draft.probs, target_probs, draft.num_drafted, positions, state.round_index
         )
-        read_back = torch.cat(
-            (acceptance.accepted[:, None], acceptance.next_token[:, None], valid.long().sum(1, True), draft.tokens), 1
-        )
-        rows = []
-        for row, (accepted, next_token, num_valid, *drafts) in enumerate(read_back.tolist()):
-            if state.active[row] and num_valid < logits.shape[1] and not bool(valid[row, : accepted + 1].all()):
+        num_valid = valid.long().cumprod(dim=1).sum(dim=1)
+        columns = (acceptance.accepted, acceptance.next_token, num_valid)
+        read_back = torch.cat((torch.stack(columns, dim=1), draft.tokens), dim=1)
+        return [
+            Chosen([*drafts[:accepted], next_token], accepted, num_valid)
+            for accepted, next_token, num_valid, *drafts in read_back.tolist()
+        ]
+
+    def _commit_row(self, row: int, chosen: Chosen) -> list[Commit]:
+        """Append the chosen tokens until one of them ends the row."""
+        state, commits = self.state, []
+        begin, tokens = state.lengths[row], chosen.tokens
+        state.token_ids[row, begin : begin + len(tokens)] = torch.tensor(tokens, device=state.token_ids.device)
+        for index, token_id in enumerate(tokens):
+            # Only now: behind a stop there may well be no token, and plain decoding would never have asked for one.
+            if index >= chosen.num_valid:
                 raise DecodingError(
                     f"got no next token in row {row} after {state.lengths[row]} tokens: the model's logits are NaN or "
                     "infinite, or the processors banned every token. Load the model in float32 or bfloat16 (float16 "
                     "overflows in some models), or loosen bad_words_ids, suppress_tokens or your own processors."
                 )
-            rows.append([*drafts[:accepted], next_token])
-        return rows
-
-    def _commit_row(self, row: int, tokens: list[int], drafted: int) -> list[Commit]:
-        """Append `tokens` (the first `drafted` of them accepted drafts) until one of them ends the row."""
-        state, commits = self.state, []
-        begin = state.lengths[row]
-        state.token_ids[row, begin : begin + len(tokens)] = torch.tensor(tokens, device=state.token_ids.device)
-        for index, token_id in enumerate(tokens):
             state.lengths[row] += 1
             reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]])
-            commits.append(Commit(row, token_id, index < drafted, reason))
+            commits.append(Commit(row, token_id, index < chosen.accepted, reason))
             if reason is not None:
                 state.active[row] = False
                 break

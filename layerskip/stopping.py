@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
@@ -45,7 +46,8 @@ class RowStopping:
     def reason_to_stop(self, token_ids: Tensor) -> FinishReason | None:
         """Ask about the newest of `token_ids`, (1, length) committed tokens, prompt included."""
         for reason, criterion in self.criteria:
-            if bool(criterion(token_ids, None).all()):
+            answer: Any = criterion(token_ids, None)  # a tensor of one a row; transformers takes a plain bool as well
+            if bool(torch.as_tensor(answer).all()):
                 return reason
         return None
 
