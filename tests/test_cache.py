@@ -121,6 +121,14 @@ def test_rolled_back_positions_cannot_be_committed_again(cache):
         cache.commit([8])
 
 
+def test_what_a_shorter_pass_leaves_behind_it_cannot_be_committed(cache):
+    """It wrote other tokens before; catches a length that only ever grows."""
+    run_pass(cache, [5], 4)
+    run_pass(cache, [5], 2)
+    with pytest.raises(AssertionError, match="exact only to"):
+        cache.commit([8])
+
+
 @pytest.mark.parametrize("starts", [[6], [7]], ids=str)
 def test_a_gap_is_found(cache, starts):
     """Catches positions that are counted one too far: the slot between was never written."""
