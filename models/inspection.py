@@ -1,0 +1,156 @@
+"""What a checkpoint is made of, and what a draft on it would cost: facts from its config, without its weights.
+
+It knows the shapes and counts of a model, not how drafts are run nor how often they are accepted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from layerskip.models.checkpoint_files import explained, locate
+from layerskip.models.decoder import Step
+from layerskip.models.families import Family, family_of, sliding_windows
+from layerskip.models.loading import _parse_dtype, _read_config, quiet
+
+__all__ = ["Inspection", "inspect_checkpoint", "inspect_model"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Architecture and sizes of a model. Parameters are counted once each, wherever they are used.
+
+    Attributes:
+        architecture, family: as transformers names the class and the model type.
+        dtype: of the weights, and so of the KV cache.
+        rope: its kind and numbers.
+        windows: for each layer how many newest positions its attention sees; None: all.
+        attention_parameters, mlp_parameters: of each layer's two sub-blocks, norms included.
+        embedding_parameters: of the token embedding.
+        head_parameters: of the final norm and the head, which every step runs, drafts too.
+        tied: the head's matrix is the embedding's.
+    """
+
+    architecture: str
+    family: str
+    num_layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    rope: dict[str, Any]
+    windows: tuple[int | None, ...]
+    attention_parameters: tuple[int, ...]
+    mlp_parameters: tuple[int, ...]
+    embedding_parameters: int
+    head_parameters: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a tied head's matrix is not counted a second time."""
+        blocks = sum(self.attention_parameters) + sum(self.mlp_parameters)
+        shared = self.embedding_parameters if self.tied else 0
+        return blocks + self.embedding_parameters + self.head_parameters - shared
+
+    @property
+    def step_parameters(self) -> int:
+        """Read by one plain step: all blocks and the head. (Of the embedding a step reads one line.)"""
+        return sum(self.attention_parameters) + sum(self.mlp_parameters) + self.head_parameters
+
+    @property
+    def head_blocks(self) -> float:
+        """The head in blocks of mean size: `r` of `draft_cost`."""
+        return self.head_parameters * self.num_layers / (self.step_parameters - self.head_parameters)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the cache for one position of one row, over all layers."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+    def draft_cost(self, path: Sequence[Step]) -> float:
+        """Cost of a draft step along `path` in plain steps, by the parameters that each reads.
+
+        This is `c` of Leviathan et al. 2023, thm. 3.8: with blocks of equal size (kept + r) / (all + r), where `r` is
+        the head in blocks (`head_blocks`). It is what a step costs where reading weights is what takes the time (small
+        batches, short contexts); with a large vocabulary the head keeps it far above kept / all.
+        """
+        kept = sum(
+            self.attention_parameters[layer] * attention + self.mlp_parameters[layer] * mlp
+            for layer, attention, mlp in path
+        )
+        return (kept + self.head_parameters) / self.step_parameters
+
+
+def inspect_model(model: PreTrainedModel) -> Inspection:
+    """Describe a transformers model (``layerskip.Model.hf_model``); its weights may be on the meta device.
+
+    Raises:
+        UnsupportedModelError: its architecture is not in the table of families.
+    """
+    architecture, config = type(model).__name__, model.config
+    family = family_of(architecture)
+    layers = list(model.get_submodule(family.layers).children())
+    embedding, head = model.get_submodule(family.embedding), model.get_submodule(family.head)
+    return Inspection(
+        architecture=architecture,
+        family=config.model_type,
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        dtype=str(next(embedding.parameters()).dtype).removeprefix("torch."),
+        rope=dict(getattr(config, "rope_parameters", None) or {}),
+        windows=tuple(sliding_windows(config)),
+        attention_parameters=tuple(_count(layer) - _count_mlp(layer, family) for layer in layers),
+        mlp_parameters=tuple(_count_mlp(layer, family) for layer in layers),
+        embedding_parameters=_count(embedding),
+        head_parameters=_count(head) + _count(model.get_submodule(family.final_norm)),
+        tied=head.weight is embedding.weight,
+    )
+
+
+def inspect_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype = "auto",
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Inspection:
+    """Describe a checkpoint by its config alone: weights are neither read nor downloaded (but a GGUF file is whole).
+
+    Arguments and errors as in `layerskip.load`.
+    """
+    wanted = _parse_dtype(dtype)
+    source = locate(checkpoint, gguf_file, revision, with_code=trust_remote_code)
+    config = _read_config(source, trust_remote_code)
+    if wanted == "auto":
+        wanted = config.dtype or torch.float32
+    with quiet(), explained(f"build a model from the config of {source.name!r}", "Is a number in it wrong?"):
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=trust_remote_code)
+    return inspect_model(model)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _count_mlp(layer: nn.Module, family: Family) -> int:
+    """Parameters of the second sub-block: the MLP and the norm before it."""
+    parts = {family.mlp_norm, *(name.split(".")[0] for name in (family.gate, family.up, family.down))}
+    return sum(_count(layer.get_submodule(name)) for name in parts)
