@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.drafters import DraftContext, Drafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
-from layerskip.errors import InputError, PlanMismatchError, UnsupportedModelError
+from layerskip.errors import InputError, PlanError, PlanMismatchError, UnsupportedModelError
 from layerskip.identity import ModelIdentity, identify
 from layerskip.models.decoder import Decoder
 from layerskip.models.loading import load_checkpoint
@@ -170,6 +170,10 @@ class Model:
         """The draft model that a plan names, loaded once, in this model's dtype and on its device."""
         if isinstance(source, (Model, PreTrainedModel)):
             draft = source if isinstance(source, Model) else Model(source)
+        elif not isinstance(source, str):
+            raise PlanError(
+                f"got a draft model of type {type(source).__name__}; expected a path, a hub id, or a loaded model."
+            )
         else:
             with self._loading:
                 if source not in self._draft_models:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ __all__ = ["DraftPlan"]
 _FORMAT, _VERSION = "layerskip-plan", 1
 _LARGEST_FILE = 4 * 2**20  # bytes; a plan with a long provenance takes some ten thousand
 DEFAULT_DRAFT_TOKENS = 4
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # no "..", no "~"
 
 
 @dataclass(frozen=True)
@@ -179,14 +182,21 @@ class DraftPlan:
         """Write the plan as JSON; a draft model inside the plan's folder is named relative to it.
 
         Raises:
-            PlanError: the draft model is in memory, or lies outside the plan's folder (plans must be movable).
+            PlanError: the draft model is in memory, or lies outside the plan's folder (plans must be movable); the
+                provenance is not JSON; the file cannot be written.
         """
         file = Path(path)
         content = replace(self, draft_model=_portable(self.draft_model, file.parent)).to_dict()
-        text = json.dumps(content, indent=2) + "\n"
+        try:
+            text = json.dumps(content, indent=2) + "\n"
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"got a plan whose provenance cannot be written as JSON: {error}.") from error
         scratch = file.with_name(file.name + ".partial")
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, file)
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            os.replace(scratch, file)
+        except OSError as error:
+            raise PlanError(f"cannot write the plan {file}: {error.strerror or error}. Check the path.") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DraftPlan:
@@ -196,20 +206,29 @@ class DraftPlan:
             PlanError: it is missing, too large, not JSON, not a plan, or names a draft model outside its folder.
         """
         file = Path(path)
+        data = _read(file)
         try:
-            size = file.stat().st_size
-            if size > _LARGEST_FILE:
-                raise PlanError(
-                    f"got {file}, {size:,} bytes; a plan has at most {_LARGEST_FILE:,}. Is it another kind of file?"
-                )
-            plan = cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {file}: {error.strerror or error}. Check the path.") from error
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise PlanError(f"got {file}, which is not JSON ({error}); expected a draft plan.") from error
+            plan = cls.from_dict(json.loads(data.decode("utf-8")))
+            return replace(plan, draft_model=_resolved(plan.draft_model, file.parent))
         except PlanError as error:
             raise type(error)(f"{file}: {error}") from error
-        return replace(plan, draft_model=_resolved(plan.draft_model, file))
+        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, an endless number
+            raise PlanError(f"got {file}, which is not JSON ({error}); expected a draft plan.") from error
+
+
+def _read(file: Path) -> bytes:
+    try:
+        status = file.stat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_FILE:
+            return file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(f"cannot read the plan {file}: {reason}. Check the path.") from error
+    if not stat.S_ISREG(status.st_mode):  # reading a device might never end
+        raise PlanError(f"cannot read the plan {file}: it is not a regular file. Check the path.")
+    raise PlanError(
+        f"got {file}, {status.st_size:,} bytes; a plan has at most {_LARGEST_FILE:,}. Is it another kind of file?"
+    )
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
@@ -239,9 +258,12 @@ def _require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 def _portable(draft_model: Any, folder: Path) -> Any:
     """The form in which a plan file in `folder` names the draft model."""
-    if not isinstance(draft_model, str) or not Path(draft_model).exists():
+    if not isinstance(draft_model, str):
         return draft_model
-    inside = Path(draft_model).resolve()
+    place = Path(draft_model).expanduser()
+    if _HUB_ID.fullmatch(draft_model) and not place.exists():
+        return draft_model
+    inside = place.resolve()
     if not inside.is_relative_to(folder.resolve()):
         raise PlanError(
             f"got a draft model at {draft_model}, outside the plan's folder {folder}; a plan file can be moved "
@@ -250,19 +272,18 @@ def _portable(draft_model: Any, folder: Path) -> Any:
     return "./" + inside.relative_to(folder.resolve()).as_posix()
 
 
-def _resolved(draft_model: Any, file: Path) -> Any:
-    """What a plan file means by its draft model: ``./…`` inside its own folder, or a hub id (``owner/name``)."""
+def _resolved(draft_model: Any, folder: Path) -> Any:
+    """What a plan file means by its draft model: a hub id (``owner/name``), or a path inside its own folder."""
     if draft_model is None:
         return None
-    _require(isinstance(draft_model, str) and draft_model != "", "draft_model", draft_model, "a path or hub id")
-    if not draft_model.startswith("."):
-        is_hub_id = not Path(draft_model).is_absolute() and draft_model.count("/") <= 1 and "\\" not in draft_model
-        if is_hub_id:
-            return draft_model
-    inside = (file.parent / draft_model).resolve()
-    if Path(draft_model).is_absolute() or not inside.is_relative_to(file.parent.resolve()):
+    is_name = isinstance(draft_model, str) and draft_model.strip() != ""
+    _require(is_name, "draft_model", draft_model, "a path or hub id")
+    if _HUB_ID.fullmatch(draft_model):
+        return draft_model
+    inside = (folder / draft_model).resolve()
+    if Path(draft_model).is_absolute() or not inside.is_relative_to(folder.resolve()):
         raise PlanError(
-            f"{file}: got a draft model at {draft_model!r}, outside the plan's folder; a plan file may only name a hub "
+            f"got a draft model at {draft_model!r}, outside the plan's folder; a plan file may only name a hub "
             "id or a folder beside it ('./name'). Pass DraftPlan.model(path) from code if you trust that path."
         )
     return str(inside)
