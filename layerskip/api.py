@@ -25,6 +25,7 @@ from layerskip.result import GenerationResult
 from layerskip.rules import make_rule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
+from layerskip.stats import DecodeStats
 from layerskip.stopping import make_stopping
 from layerskip.stream import Stream
 
@@ -157,6 +158,7 @@ class Model:
             drafter=self._drafter(plan, context),
             max_drafts=max_drafts,
             pass_width=request.pass_width,
+            stats=DecodeStats(accepted_histogram=[0] * (max_drafts + 1)),
         )
 
     def _drafter(self, plan: DraftPlan | None, context: DraftContext) -> Drafter | None:

@@ -24,7 +24,7 @@ class DecodeStats:
         proposed: drafted tokens.
         drafted_by_offset: how often a draft was proposed at each offset and all before it in its round were accepted.
         accepted_by_offset: how often it was then accepted.
-        accepted_histogram: rounds by number of accepted drafts.
+        accepted_histogram: rounds by number of accepted drafts, from 0 to the plan's most.
         prefill_s: the prompt's pass, up to the first new token (that of the draft model included).
         draft_s, verify_s: inside the drafter, and in the full model's passes.
         host_s: everything else of the rounds: distributions of the target, acceptance, stopping, streaming.

@@ -18,7 +18,10 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def linear(module: nn.Module) -> Linear:
-    """Return a callable that maps (…, in_features) to (…, out_features) and shares `module`'s weight."""
+    """Return a callable that maps (…, in_features) to (…, out_features) and shares `module`'s weight.
+
+    What stands in the module now is what is called: hooks, adapters or another weight put there later are not seen.
+    """
     if type(module) is not nn.Linear or _is_intercepted(module):
         return module
     return partial(F.linear, weight=module.weight, bias=module.bias)
