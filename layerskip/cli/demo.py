@@ -1,0 +1,136 @@
+"""The demonstration itself, on any model: the same prompt twice, and a table that compares the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from layerskip.api import Model
+from layerskip.cli.plan_command import describe_path
+from layerskip.cli.terminal import DRAFTED, has_colours, make_console, show_stream
+from layerskip.exactness import Difference, first_difference
+from layerskip.models.inspection import inspect_model
+from layerskip.plan import DraftPlan
+from layerskip.result import GenerationResult
+from layerskip.stats import DecodeStats
+
+__all__ = ["run_demo"]
+
+MARKS = ("‹", "›")  # around accepted drafts, where there are no colours
+
+
+def run_demo(model: Model, plan: DraftPlan, prompt: str, *, max_new_tokens: int, same_width: bool) -> None:
+    """Answer `prompt` plainly and with `plan`, both greedily, and print the comparison.
+
+    Args:
+        same_width: run every pass of both over the same number of tokens, so that both round alike.
+    """
+    console = make_console()
+    messages = [{"role": "user", "content": prompt}]
+    width = plan.num_draft_tokens + 1 if same_width else None
+    call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pass_width": width}
+    model.generate(messages, plan=plan, **{**call, "max_new_tokens": 4})  # the first call is slower than the rest
+    cost = inspect_model(model.hf_model).draft_cost(plan.path(model.decoder.num_blocks))
+
+    name = Path(str(model.hf_model.name_or_path)).name
+    dtype = str(model.decoder.dtype).removeprefix("torch.")
+    console.print(f"{name}, {dtype} on {model.decoder.device}, {torch.get_num_threads()} threads")
+    console.print(f"prompt: {prompt}\n", soft_wrap=True)
+    console.print("── plain: one pass of the model for each token")
+    plain = _show(model, messages, call)
+    path = describe_path(plan, model.decoder.num_blocks)
+    console.print(f"── self-speculative: {path} draft {plan.num_draft_tokens} tokens a round", soft_wrap=True)
+    console.print("   accepted drafts look ", _marked(console), ", the model's own tokens like this", sep="")
+    drafting = _show(model, messages, {**call, "plan": plan})
+
+    difference = _compare(model, plain, drafting)
+    console.print(_table(plain, drafting, difference))
+    baseline = plain
+    if width is not None:
+        baseline = model.generate(messages, **{**call, "max_new_tokens": min(48, max_new_tokens), "pass_width": None})
+    for line in _conclusions(baseline, drafting, difference, width, cost):
+        console.print(line, soft_wrap=True)
+
+
+def _show(model: Model, messages: list[dict[str, str]], call: dict[str, Any]) -> GenerationResult:
+    stream = model.stream(messages, **call)
+    show_stream(stream, MARKS)
+    print()
+    return stream.result
+
+
+def _marked(console: Console) -> Any:
+    from rich.text import Text
+
+    return Text("like this", DRAFTED) if has_colours(console) else f"{MARKS[0]}like this{MARKS[1]}"
+
+
+def _compare(model: Model, plain: GenerationResult, drafting: GenerationResult) -> Difference | None:
+    prompt_ids = plain.sequences[0, : plain.stats.prompt_tokens].tolist()
+    return first_difference(model.hf_model, prompt_ids, plain.new_token_ids[0], drafting.new_token_ids[0])
+
+
+def _table(plain: GenerationResult, drafting: GenerationResult, difference: Difference | None) -> Table:
+    table = Table("", "plain", "self-speculative")
+    equal = "equal" if difference is None else f"equal up to token {difference.index}"
+    columns = [_column(each.stats) for each in (plain, drafting)]
+    columns[1]["tokens"] += f", {equal}"
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
+
+
+def _column(stats: DecodeStats) -> dict[str, str]:
+    drafted = stats.proposed > 0
+    by_offset = ", ".join(f"{each:.0%}" for each in stats.acceptance_by_offset)
+    return {
+        "tokens": str(stats.new_tokens),
+        "tokens per round": f"{stats.tokens_per_round:.2f}",
+        "drafts accepted": f"{stats.accepted} of {stats.proposed}, {stats.acceptance_rate:.0%}" if drafted else "–",
+        "  1st, 2nd, … of a round": by_offset if drafted else "–",
+        "prompt": f"{stats.prefill_s:.2f} s",
+        "drafting": f"{stats.draft_s:.2f} s" if drafted else "–",
+        "passes of the whole model": f"{stats.verify_s:.2f} s",
+        "everything else": f"{stats.host_s:.2f} s",
+        "tokens per second": f"{stats.tokens_per_s:.1f}",
+    }
+
+
+def _conclusions(
+    baseline: GenerationResult,
+    drafting: GenerationResult,
+    difference: Difference | None,
+    width: int | None,
+    cost: float,
+) -> list[str]:
+    lines = []
+    if width is not None:
+        lines.append(
+            f"Both ran every pass over {width} tokens, so that bfloat16 rounds alike and equal means to the last bit. "
+            f"With passes as wide as they need be, plain decoding makes {baseline.stats.tokens_per_s:.1f} tokens/s."
+        )
+    if difference is not None:
+        lines.append(_explain(difference))
+    stats = drafting.stats
+    ratio = stats.tokens_per_s / baseline.stats.tokens_per_s if baseline.stats.tokens_per_s else 1.0
+    lines.append(
+        f"Drafting made it {f'{1 / ratio:.2f} times slower' if ratio < 1 else f'{ratio:.2f} times faster'}. Expect "
+        "untrained drafts to be slower on a model this small: the draft reads "
+        f"{cost:.0%} of what a plain step reads, so more than {cost:.0%} of the drafts would have to be right, and "
+        f"{stats.acceptance_rate:.0%} were."
+    )
+    return lines
+
+
+def _explain(difference: Difference) -> str:
+    dtype, wide = (str(each).removeprefix("torch.") for each in (difference.dtype, difference.reference_dtype))
+    verdict = "a near-tie that rounding decides" if difference.is_near_tie else "NOT explained by rounding: a bug"
+    return (
+        f"They part at token {difference.index + 1}, {verdict}: in {wide} the two tokens' logits are "
+        f"{difference.gap:.3f} apart; {dtype} moves logits there by up to {difference.logit_error:.3f} and knows them "
+        f"in steps of {difference.rounding_step:g}."
+    )

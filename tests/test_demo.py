@@ -1,0 +1,93 @@
+"""The demo: both answers, what is compared, and an honest end; on a tiny model, and once on the real one."""
+
+import re
+import subprocess
+import time
+
+import pytest
+import torch
+
+import layerskip
+from layerskip.cli import demo_command, main
+from layerskip.cli.demo import MARKS, run_demo
+from layerskip.exactness import Difference
+from layerskip.models import reference
+from tests.checkpoints import save_tiny
+from tests.tiny_models import tiny_model
+from tests.toy_tokenizer import character_tokenizer
+
+PLAN = layerskip.DraftPlan.skip(attention=[2], num_draft_tokens=3)
+
+
+@pytest.fixture(autouse=True)
+def no_colours(monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture(scope="module")
+def half():
+    return layerskip.wrap(tiny_model("llama", dtype=torch.bfloat16), character_tokenizer())
+
+
+def answers(out):
+    """The two answers, marks included."""
+    plain, drafting = re.findall(r"──[^\n]*\n(?:   accepted[^\n]*\n)?(.*?)\n\n(?=──|┏)", out, flags=re.DOTALL)
+    return plain, drafting
+
+
+@pytest.mark.parametrize("same_width", [True, False])
+def test_both_answers_are_shown_and_accepted_drafts_marked(half, capsys, same_width):
+    run_demo(half, PLAN, "why", max_new_tokens=40, same_width=same_width)
+    out = capsys.readouterr().out
+    width = 4 if same_width else None
+    call = {"max_new_tokens": 40, "do_sample": False, "pass_width": width}
+    messages = [{"role": "user", "content": "why"}]
+    plain, drafting = answers(out)
+    assert plain == half.generate(messages, **call).text.rstrip("\n")
+    assert re.sub("[‹›]", "", drafting) == half.generate(messages, plan=PLAN, **call).text.rstrip("\n")
+    result = half.generate(messages, plan=PLAN, **call)
+    marked = "".join(re.findall(f"{MARKS[0]}(.*?){MARKS[1]}", drafting, flags=re.DOTALL))
+    assert len(marked) == sum(result.drafted[0])  # a token is a character here
+    assert 0 < len(marked) < 40
+    assert ("Both ran every pass over 4 tokens" in out) == same_width
+    assert "3 of 4 attentions and 4 of 4 MLPs draft 3 tokens a round" in out
+    assert "Expect untrained drafts to be slower" in out
+    if same_width:
+        assert re.search(r"tokens +│ 40 +│ 40, equal +│", out)
+
+
+def test_a_difference_is_explained(half, capsys, monkeypatch):
+    for gap, verdict in ((0.2, "a near-tie that rounding decides"), (3.0, "NOT explained by rounding: a bug")):
+        difference = Difference(4, 1, 2, gap, 0.15, 0.125, torch.bfloat16, torch.float32)
+        monkeypatch.setattr("layerskip.cli.demo.first_difference", lambda *_, found=difference: found)
+        run_demo(half, PLAN, "why", max_new_tokens=8, same_width=False)
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"They part at token 5, {verdict}: in float32 the two tokens' logits are {gap:.3f} apart" in out
+        assert "bfloat16 moves logits there by up to 0.150 and knows them in steps of 0.125" in out
+        assert "equal up to token 4" in out
+
+
+def test_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_command, "fetch_reference", lambda: str(save_tiny(tmp_path)))
+    monkeypatch.setattr(demo_command, "demo_plan", lambda: PLAN)
+    assert main(["demo", "--threads", "1", "--max-new-tokens", "5", "--", "--why"]) == 0
+    out = capsys.readouterr().out
+    assert "prompt: --why\n" in out
+    assert "bfloat16 on cpu, 1 threads" in out
+
+
+@pytest.mark.smollm2
+def test_on_the_real_model(capsys, monkeypatch, reference_checkpoint):
+    """Nothing is downloaded or converted any more, and at equal pass width bfloat16 is equal to the last bit."""
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(reference, "_convert", None)
+    begin = time.perf_counter()
+    assert main(["demo", "--max-new-tokens", "48"]) == 0
+    seconds = time.perf_counter() - begin
+    out = capsys.readouterr().out
+    plain, drafting = answers(out)
+    assert "scatter" in plain
+    assert re.sub("[‹›]", "", drafting) == plain
+    assert re.search(r"tokens +│ 48 +│ 48, equal +│", out)
+    assert MARKS[0] in drafting
+    assert seconds < 120
