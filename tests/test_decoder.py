@@ -37,8 +37,23 @@ every_family = pytest.mark.parametrize("name", FAMILY_NAMES)
 
 
 @functools.cache
+def model_of(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """The tiny model with random norms and biases: transformers starts them at 1 and 0, which hides a mix-up."""
+    return shaken(tiny_model(name, dtype=dtype))
+
+
+def shaken(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model` with noise on all vectors."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@functools.cache
 def decoder_of(name: str, dtype: torch.dtype = torch.float64) -> Decoder:
-    return Decoder(tiny_model(name, dtype=dtype))
+    return Decoder(model_of(name, dtype))
 
 
 @torch.no_grad()
@@ -86,7 +101,7 @@ def test_equals_transformers_however_the_text_is_cut(name, passes):
     """Two rows. Catches wrong modules, positions, masks, windows, scalings and a cache that is read too far."""
     token_ids = prompt(LENGTH, batch=2)
     logits = run_in_passes(decoder_of(name), token_ids, passes)
-    torch.testing.assert_close(logits, reference(tiny_model(name), token_ids), **CLOSE)
+    torch.testing.assert_close(logits, reference(model_of(name), token_ids), **CLOSE)
 
 
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES.keys())
@@ -108,7 +123,7 @@ def test_single_precision_equals_transformers(name):
     for passes in PASSES.values():
         logits = run_in_passes(decoder_of(name, torch.float32), token_ids, passes)
         assert logits.dtype == torch.float32
-        expected = reference(tiny_model(name, dtype=torch.float32), token_ids)
+        expected = reference(model_of(name, torch.float32), token_ids)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -116,7 +131,7 @@ def test_single_precision_equals_transformers(name):
 def test_half_precision_is_as_exact_as_transformers(name):
     """Against the same weights in float64: on average no further off than transformers itself, plus a tenth."""
     token_ids = prompt(LENGTH)
-    model = tiny_model(name, dtype=torch.bfloat16)
+    model = model_of(name, torch.bfloat16)
     exact = reference(copy.deepcopy(model).double(), token_ids)
     error = (reference(model, token_ids).double() - exact).abs().mean()
     assert 0 < error < 0.2
@@ -136,7 +151,7 @@ def test_rows_of_different_lengths_in_one_pass(name, lengths, tokens):
     new = torch.stack([texts[row, length : length + tokens] for row, length in enumerate(lengths)])
     logits = run(decoder, cache, new)
     for row, length in enumerate(lengths):
-        expected = reference(tiny_model(name), texts[row : row + 1, : length + tokens])[0, length:]
+        expected = reference(model_of(name), texts[row : row + 1, : length + tokens])[0, length:]
         torch.testing.assert_close(logits[row], expected, **CLOSE)
 
 
@@ -174,16 +189,12 @@ def path_without(attention: set[int], mlp: set[int]) -> tuple[Step, ...]:
 def test_skipping_equals_a_model_without_these_sub_blocks(name, skip):
     """The reference is transformers with the output projections of the skipped sub-blocks set to zero."""
     attention, mlp = skip
-    model, family, token_ids = (
-        copy.deepcopy(tiny_model(name)),
-        family_of(type(tiny_model(name)).__name__),
-        prompt(LENGTH),
-    )
+    model, family, token_ids = copy.deepcopy(model_of(name)), family_of(type(model_of(name)).__name__), prompt(LENGTH)
     for block, projection in [(i, family.output) for i in attention] + [(i, family.down) for i in mlp]:
         for parameter in model.get_submodule(family.layers)[block].get_submodule(projection).parameters():
             parameter.zero_()
     decoder, expected = decoder_of(name), reference(model, token_ids)
-    assert not torch.allclose(expected, reference(tiny_model(name), token_ids), atol=0.1)
+    assert not torch.allclose(expected, reference(model_of(name), token_ids), atol=0.1)
     for path in (path_without(*skip), tuple(step for step in path_without(*skip) if step.attention or step.mlp)):
         logits = run(decoder, decoder.new_cache(1, CAPACITY), token_ids, path)
         torch.testing.assert_close(logits, expected, **CLOSE)
@@ -219,13 +230,13 @@ def test_reading_more_of_the_cache_changes_nothing(name, lengths, tokens):
 
 def test_blocks_on_another_device_get_a_span_of_theirs(monkeypatch):
     """The "other device" is the CPU again, so only the border is tested here, not the arithmetic on two devices."""
-    decoder, token_ids, spans = Decoder(tiny_model("mistral-window")), prompt(LENGTH, batch=2), []
+    decoder, token_ids, spans = Decoder(model_of("mistral-window")), prompt(LENGTH, batch=2), []
     for block in decoder.blocks:
         attend = block.attend
         monkeypatch.setattr(block, "attend", lambda *given, attend=attend: spans.append(given[2]) or attend(*given))
     decoder.blocks[1].device = decoder.blocks[2].device = torch.device("cpu", 1)
     logits = run_in_passes(decoder, token_ids, (LENGTH,))
-    torch.testing.assert_close(logits, reference(tiny_model("mistral-window"), token_ids), **CLOSE)
+    torch.testing.assert_close(logits, reference(model_of("mistral-window"), token_ids), **CLOSE)
     assert spans[0] is not spans[1] is spans[2]
 
 
@@ -244,7 +255,7 @@ def test_a_span_on_another_device_covers_the_same(starts):
 @every_family
 def test_the_wrapped_model_stays_as_it_was(name):
     """Weights, config, hooks and all other attributes, logits: after decoding with and without skipping."""
-    model, token_ids = copy.deepcopy(tiny_model(name)), prompt(LENGTH)
+    model, token_ids = copy.deepcopy(model_of(name)), prompt(LENGTH)
     weights = copy.deepcopy(model.state_dict())
     config, attributes, logits = model.config.to_dict(), attributes_of(model), reference(model, token_ids)
     decoder = Decoder(model)
@@ -265,13 +276,13 @@ def attributes_of(model: PreTrainedModel) -> list[dict[str, str]]:
 @every_family
 def test_weights_are_shared(name):
     """A change of any weight in place, after wrapping, acts on both; catches a copy of weights anywhere."""
-    model, token_ids = copy.deepcopy(tiny_model(name)), prompt(LENGTH)
+    model, token_ids = copy.deepcopy(model_of(name)), prompt(LENGTH)
     decoder = Decoder(model)
     for parameter in model.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     logits = run_in_passes(decoder, token_ids, (9, 5))
     torch.testing.assert_close(logits, reference(model, token_ids), **CLOSE)
-    assert not torch.allclose(logits, reference(tiny_model(name), token_ids), atol=0.1)
+    assert not torch.allclose(logits, reference(model_of(name), token_ids), atol=0.1)
 
 
 class LowRank(nn.Module):
@@ -295,7 +306,7 @@ LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 @pytest.mark.parametrize("change", ["hook", "replaced"])
 def test_changed_linears_are_called_as_they_are(linear, change):
     """With a hook, or replaced by another module, in any place; the result is transformers' with the same change."""
-    model = copy.deepcopy(tiny_model("qwen3"))
+    model = copy.deepcopy(model_of("qwen3"))
     where = getattr(family_of("Qwen3ForCausalLM"), linear)
     layer = model.model.layers[1]
     module = layer.get_submodule(where)
@@ -306,15 +317,15 @@ def test_changed_linears_are_called_as_they_are(linear, change):
     token_ids = prompt(LENGTH)
     logits = run_in_passes(Decoder(model), token_ids, (9, 5))
     torch.testing.assert_close(logits, reference(model, token_ids), **CLOSE)
-    assert not torch.allclose(logits, reference(tiny_model("qwen3"), token_ids), atol=0.1)
+    assert not torch.allclose(logits, reference(model_of("qwen3"), token_ids), atol=0.1)
 
 
 def test_a_hook_on_the_head_is_called():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = copy.deepcopy(model_of("llama"))
     model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
     token_ids = prompt(LENGTH)
     torch.testing.assert_close(
-        run_in_passes(Decoder(model), token_ids, (LENGTH,)), 2 * reference(tiny_model("llama"), token_ids), **CLOSE
+        run_in_passes(Decoder(model), token_ids, (LENGTH,)), 2 * reference(model_of("llama"), token_ids), **CLOSE
     )
 
 

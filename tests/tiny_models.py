@@ -65,16 +65,7 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(TINY_CONFIGS[name], dtype=dtype).eval()
-        _shake_vectors(model)
     return model.requires_grad_(False)
-
-
-@torch.no_grad()
-def _shake_vectors(model: PreTrainedModel) -> None:
-    """Transformers starts norms at 1 and biases at 0, which would hide a swapped norm or a forgotten bias."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 def prompt(length: int = 9, seed: int = 0, batch: int = 1) -> torch.Tensor:
