@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -63,7 +64,13 @@ def _row(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
             "got chat messages, but the tokenizer has no chat template; expected a string. Set one on the tokenizer, "
             "or write the prompt as the model was trained to see it."
         )
-    encoded: Any = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    try:
+        encoded: Any = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise InputError(
+            f"got chat messages that the tokenizer's chat template refuses: {error}. Write them as it expects, or pass "
+            "the whole prompt as a string."
+        ) from error
     return list(encoded["input_ids"])
 
 
