@@ -5,7 +5,7 @@
 Every prompt is decoded by every arm in turn (plain first), so that a slow minute of the machine falls on all of them;
 ratios are taken prompt by prompt. Three modes: greedy; T = 0.7 under the rule that accepts most; T = 0.7 under the
 invariant rule, whose text for a seed should equal plain decoding's. Where a low-precision greedy output parts from
-plain decoding's, the gap between the target's two choices at that step is recorded.
+plain decoding's, it is looked up whether the target's two choices were closer there than the dtype can tell.
 
 Prints a Markdown table, and as its last line one JSON document, which is also appended to the results file.
 """
@@ -26,7 +26,7 @@ from rich.progress import track
 
 import layerskip
 from experiments.conditions import conditions
-from layerskip.exactness import first_difference
+from layerskip.exactness import Difference, first_difference
 
 __all__ = ["main"]
 
@@ -87,7 +87,7 @@ def summary(model: layerskip.Model, arm: Arm, plain: Arm, greedy: bool) -> dict[
     pooled = layerskip.DecodeStats.pooled(ours.stats for ours, _ in pairs)
     ratios = [ours.stats.tokens_per_s / theirs.stats.tokens_per_s for ours, theirs in pairs if theirs.stats.rounds]
     parted = [(ours, theirs) for ours, theirs in pairs if ours.new_token_ids != theirs.new_token_ids]
-    gaps = [_gap_in_steps(model, *pair) for pair in parted] if greedy else []
+    differences = [_difference(model, *pair) for pair in parted] if greedy else []
     return {
         "arm": arm.name,
         "tokens_per_round": pooled.tokens_per_round,
@@ -95,31 +95,35 @@ def summary(model: layerskip.Model, arm: Arm, plain: Arm, greedy: bool) -> dict[
         "tokens_per_s_median": statistics.median(ours.stats.tokens_per_s for ours, _ in pairs),
         "ratio_to_plain_quartiles": statistics.quantiles(ratios, n=4),
         "equal": len(pairs) - len(parted),
-        "gaps_in_rounding_steps": gaps,
+        "near_ties": sum(each.is_near_tie for each in differences) if greedy else None,
+        "gaps": [each.gap for each in differences],
+        "logit_errors": [each.logit_error for each in differences],
         "stats": pooled.to_dict(),
     }
 
 
-def _gap_in_steps(model: layerskip.Model, a: layerskip.GenerationResult, b: layerskip.GenerationResult) -> float:
-    """How far apart the target's two choices are where `a` and `b` part, in rounding steps of the model's dtype."""
-    prompt = a.sequences[0, : -len(a.new_token_ids[0])].tolist()
+def _difference(model: layerskip.Model, a: layerskip.GenerationResult, b: layerskip.GenerationResult) -> Difference:
+    """Where the outputs `a` and `b`, which differ, part."""
+    prompt = a.sequences[0, : a.stats.prompt_tokens].tolist()
     difference = first_difference(model.hf_model, prompt, a.new_token_ids[0], b.new_token_ids[0])
-    return difference.gap / difference.rounding_step if difference else 0.0
+    assert difference is not None
+    return difference
 
 
 def table(rows: list[dict[str, Any]], prompts: int) -> str:
     """Rows as Markdown."""
     lines = [
-        "| draft | tokens/round | acceptance by offset | tokens/s | ÷ plain (quartiles) | equal | largest gap if not |",
+        "| draft | tokens/round | acceptance by offset | tokens/s | ÷ plain (quartiles) | equal | if not: near-ties |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         low, middle, high = row["ratio_to_plain_quartiles"]
         offsets = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_offset"]) or "–"
-        gap = f"{max(row['gaps_in_rounding_steps']):.2f} steps" if row["gaps_in_rounding_steps"] else "–"
+        parted = prompts - row["equal"]
+        near_ties = f"{row['near_ties']} of {parted}" if parted and row["near_ties"] is not None else "–"
         lines.append(
             f"| {row['arm']} | {row['tokens_per_round']:.2f} | {offsets} | {row['tokens_per_s_median']:.1f} "
-            f"| {middle:.2f} ({low:.2f}–{high:.2f}) | {row['equal']}/{prompts} | {gap} |"
+            f"| {middle:.2f} ({low:.2f}–{high:.2f}) | {row['equal']}/{prompts} | {near_ties} |"
         )
     return "\n".join(lines)
 
