@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli.options import add_threads_option
 from layerskip.cli.parser import positive
 from layerskip.cli.reference_command import fetch_reference
 
@@ -15,7 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "demo_plan"]
 
 PROMPT = "Why is the sky blue?"
-MOST_THREADS = 4  # one token of this small model is not worth more; in a container torch may see cores it cannot have
+
+# One token of this small model is not worth many threads. They wait for one another hundreds of times a token, so one
+# that shares its core, with another program or as a hyper-thread, holds up all: half of the cores, which on two cores
+# is a little slower than both on an idle machine, and many times faster than both on a busy one.
+MOST_THREADS = 4
 
 
 def demo_plan() -> DraftPlan:
@@ -48,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
         help="run all passes of both over the same number of tokens, so that they are equal to the last bit in "
         "bfloat16 (default: yes); without, each pass is as wide as it needs, and outputs may part at a near-tie",
     )
-    add_threads_option(parser)
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: half of the cores)")
     parser.set_defaults(run=_run)
 
 
@@ -60,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     import layerskip
     from layerskip.cli.demo import run_demo
 
-    torch.set_num_threads(options.threads or min(MOST_THREADS, torch.get_num_threads()))
+    torch.set_num_threads(options.threads or max(1, min(MOST_THREADS, torch.get_num_threads() // 2)))
     run_demo(
         layerskip.load(folder, dtype="bfloat16"),
         demo_plan(),

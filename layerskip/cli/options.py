@@ -23,7 +23,6 @@ __all__ = [
     "add_decoding_options",
     "add_loading_options",
     "add_plan_options",
-    "add_threads_option",
     "decoding_settings",
     "draft_plan",
     "given",
@@ -73,11 +72,6 @@ def add_loading_options(parser: Any) -> None:
         const=True,
         help="read pytorch_model.bin where there are no safetensors; such a file can run any code",
     )
-    add_threads_option(parser)
-
-
-def add_threads_option(parser: Any) -> None:
-    """How much of the processor to use."""
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
 
 
