@@ -7,8 +7,8 @@
     layerskip reference                     the folder of the reference checkpoint
 
 One file per command. What a person asked for goes to standard output, everything else to standard error. Exit codes: 0,
-2 for whatever is wrong with the call or its files, 130 after Ctrl-C. torch and transformers take seconds to import, so
-the commands import them when they run, and `--help` and misspelt options do without.
+2 for whatever is wrong with the call or its files, 130 after Ctrl-C. torch and transformers take seconds to import:
+the modules of this package do so only where a command runs.
 """
 
 from __future__ import annotations
