@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip.errors import PlanError
+from layerskip.models.families import geometry_of
 
 __all__ = ["ModelIdentity", "identify"]
 
@@ -57,11 +58,11 @@ def identify(model: PreTrainedModel) -> ModelIdentity:
         # As bfloat16, so that the precision a checkpoint is loaded in does not change its fingerprint.
         values = flat[picks].to("cpu", torch.bfloat16).view(torch.int16)
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.numpy().tobytes())
-    config = model.config
+    geometry = geometry_of(model.config)
     return ModelIdentity(
         architecture=type(model).__name__,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        num_layers=geometry.num_layers,
+        hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size,
         weights=digest.hexdigest()[:32],
     )

@@ -1,7 +1,7 @@
 """The table of model families: where each architecture keeps its modules and how its block differs from Llama's.
 
-This is the one border where the names of transformers' modules and configs are known; nothing else in the project
-reads them. It knows nothing of how a block is run (`block.py`) or loaded (`loading.py`).
+This is the one border where the names of transformers' modules and of a config's sizes and windows are known; the rest
+of the project asks here. It knows nothing of how a block is run (`block.py`) or loaded (`loading.py`).
 
 To add a family: one row here, one row in `tests/tiny_models.py`; the parity and losslessness tests then run on it.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from layerskip.errors import UnsupportedModelError
 
-__all__ = ["FAMILIES", "Family", "family_of", "sliding_windows"]
+__all__ = ["FAMILIES", "Family", "Geometry", "family_of", "geometry_of", "sliding_windows"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,30 @@ class Family:
     activation: str = "mlp.act_fn"
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a model, by its config.
+
+    Attributes:
+        num_heads, kv_heads: of queries, and of keys and values; the first is a multiple of the second.
+        head_dim: of one head; not always ``hidden_size / num_heads``.
+        max_positions: the longest sequence, in tokens.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one head of keys and values."""
+        return self.num_heads // self.kv_heads
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
@@ -64,6 +88,19 @@ def family_of(architecture: str) -> Family:
     return FAMILIES[architecture]
 
 
+def geometry_of(config: Any) -> Geometry:
+    """Read the sizes in `config`, that of a model whose architecture has a row."""
+    return Geometry(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+    )
+
+
 def sliding_windows(config: Any) -> list[int | None]:
     """Return for each layer how many newest positions its attention sees, None for all of them.
 
@@ -72,7 +109,7 @@ def sliding_windows(config: Any) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        return [window] * config.num_hidden_layers
+        return [window] * geometry_of(config).num_layers
     unknown = set(layer_types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.models.checkpoint_files import explained, locate
 from layerskip.models.decoder import Step
-from layerskip.models.families import Family, family_of, sliding_windows
+from layerskip.models.families import Family, family_of, geometry_of, sliding_windows
 from layerskip.models.loading import _parse_dtype, _read_config, quiet
 
 __all__ = ["Inspection", "inspect_checkpoint", "inspect_model"]
@@ -99,19 +99,19 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
         UnsupportedModelError: its architecture is not in the table of families.
     """
     architecture, config = type(model).__name__, model.config
-    family = family_of(architecture)
+    family, geometry = family_of(architecture), geometry_of(config)
     layers = list(model.get_submodule(family.layers).children())
     embedding, head = model.get_submodule(family.embedding), model.get_submodule(family.head)
     return Inspection(
         architecture=architecture,
         family=config.model_type,
         num_layers=len(layers),
-        hidden_size=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
+        hidden_size=geometry.hidden_size,
+        heads=geometry.num_heads,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        vocab_size=geometry.vocab_size,
+        max_positions=geometry.max_positions,
         dtype=str(next(embedding.parameters()).dtype).removeprefix("torch."),
         rope=dict(getattr(config, "rope_parameters", None) or {}),
         windows=tuple(sliding_windows(config)),
