@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from layerskip.models.checkpoint_files import explained, locate
 from layerskip.models.decoder import Step
 from layerskip.models.families import Family, family_of, geometry_of, sliding_windows
-from layerskip.models.loading import _parse_dtype, _read_config, quiet
+from layerskip.models.loading import parse_dtype, quiet, read_config
 
 __all__ = ["Inspection", "inspect_checkpoint", "inspect_model"]
 
@@ -135,9 +135,9 @@ def inspect_checkpoint(
 
     Arguments and errors as in `layerskip.load`.
     """
-    wanted = _parse_dtype(dtype)
+    wanted = parse_dtype(dtype)
     source = locate(checkpoint, gguf_file, revision, with_code=trust_remote_code)
-    config = _read_config(source, trust_remote_code)
+    config = read_config(source, trust_remote_code)
     if wanted == "auto":
         wanted = config.dtype or torch.float32
     with quiet(), explained(f"build a model from the config of {source.name!r}", "Is a number in it wrong?"):

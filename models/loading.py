@@ -6,11 +6,11 @@ random ones. It does not know how files are found (`checkpoint_files.py`) or how
 
 from __future__ import annotations
 
-import io
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +37,7 @@ from layerskip.models.checkpoint_files import (
 )
 from layerskip.models.families import family_of
 
-__all__ = ["Device", "DeviceMap", "load_checkpoint", "quiet"]
+__all__ = ["Device", "DeviceMap", "load_checkpoint", "parse_dtype", "quiet", "read_config"]
 
 Device = str | int | torch.device
 DeviceMap = Device | Mapping[str, Device]
@@ -54,6 +54,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")  # values of device_map that are no device
+_PROCESS_WIDE = threading.RLock()  # held in `quiet`
 
 
 def load_checkpoint(
@@ -85,9 +86,9 @@ def load_checkpoint(
         UnsupportedModelError: its architecture has no row in `families.FAMILIES`, or its dtype is no plain float.
         SettingError: an argument that cannot take effect here.
     """
-    options: dict[str, Any] = {"dtype": _parse_dtype(dtype), "device_map": _placement(device, device_map)}
+    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "device_map": _placement(device, device_map)}
     source = locate(checkpoint, gguf_file, revision, with_code=trust_remote_code)
-    options["config"] = config = _read_config(source, trust_remote_code)
+    options["config"] = config = read_config(source, trust_remote_code)
     has_tokenizer = check_gguf(source.gguf) if source.gguf else source.has_tokenizer()
     tokenizer = _load_tokenizer(source, trust_remote_code) if has_tokenizer else None
     if source.gguf:
@@ -102,7 +103,17 @@ def load_checkpoint(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' log and progress bars in the block; the caller's own settings are back after it."""
+    """Silence transformers' log and progress bars in the block; the caller's own settings are back after it.
+
+    One thread at a time is inside, others wait: these settings are the whole process's, and so are torch's default
+    dtype and initialisers, which transformers changes while it loads. Restored out of turn, they would stay changed.
+    """
+    with _PROCESS_WIDE, _silenced():
+        yield
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
     level = transformers_logging.get_verbosity()
     # The first versions of transformers 5 have no such hook; their bars stay.
     set_hook = getattr(transformers_logging, "set_tqdm_hook", lambda hook: None)
@@ -115,7 +126,12 @@ def quiet() -> Iterator[None]:
         set_hook(previous_hook)
 
 
-def _parse_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def parse_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Return the torch.dtype that `dtype` names, or ``"auto"``.
+
+    Raises:
+        SettingError: it is neither "auto" nor a plain float of 16 bits or more.
+    """
     if dtype == "auto" or dtype in DTYPES.values():
         return dtype
     if isinstance(dtype, str) and dtype in DTYPES:
@@ -142,17 +158,37 @@ def _placement(device: Device | None, device_map: DeviceMap | None) -> DeviceMap
 
 def _check_device(device: Device) -> None:
     try:
+        _refuse_mps(torch.device(device))
         torch.zeros(1, device=device).item()  # .item(), because device "meta" takes everything else
     except (RuntimeError, AssertionError, TypeError) as error:
-        accelerator = torch.accelerator.current_accelerator()
-        found = [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())] if accelerator else []
         raise SettingError(
             f"got device {device!r}, which cannot be used: {one_line(error)} "
-            f"Expected one of those that torch finds here: {', '.join(['cpu', *found])}."
+            f"Expected one of those that torch finds here: {', '.join(_usable_devices())}."
         ) from error
 
 
-def _read_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
+def _refuse_mps(device: torch.device) -> None:
+    if device.type == "mps":
+        raise SettingError(
+            f"got device {str(device)!r}, which has no float64, and drafts are accepted by probabilities in float64. "
+            f"Expected one of {', '.join(_usable_devices())}."
+        )
+
+
+def _usable_devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "mps":
+        return ["cpu"]
+    return ["cpu", *(f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()))]
+
+
+def read_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
+    """Read the config of a checkpoint, and refuse what the runtime cannot run.
+
+    Raises:
+        CheckpointError: it is missing, damaged, contradicts itself, or needs the checkpoint's own code unasked.
+        UnsupportedModelError: an architecture without a row, or a stored dtype that is no plain float.
+    """
     raw = _read_gguf_config(source.gguf) if source.gguf else read_json_config(source)
     _check_architecture(raw, source)
     if raw.get("auto_map") and not trust_remote_code:
@@ -234,10 +270,25 @@ def _load_gguf(source: Source, file: Path, options: dict[str, Any]) -> Any:
         unpack["dtype"] = torch.float32
     if hasattr(transformers, "GgufConfig"):  # older versions can do nothing but unpack
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with redirect_stderr(io.StringIO()):  # hides the one progress bar that `quiet` does not reach
+    with _without_gguf_bar():
         unpacked = _from_pretrained(AutoModelForCausalLM, file.parent, source, unpack)
     rebuild = {**options, "dtype": unpacked.dtype, "state_dict": unpacked.state_dict()}
     return _from_pretrained(type(unpacked), None, source, rebuild)
+
+
+@contextmanager
+def _without_gguf_bar() -> Iterator[None]:
+    """Hide the one progress bar that the settings do not reach: transformers makes it with a tqdm of its own."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    reader: Any = modeling_gguf_pytorch_utils
+    with quiet():
+        bar = getattr(reader, "tqdm", None)
+        reader.tqdm = lambda tensors, **_: tensors
+        try:
+            yield
+        finally:
+            reader.tqdm = bar
 
 
 def _load_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -253,6 +304,8 @@ def _finish(model: Any, source: Source, device: Device | None) -> PreTrainedMode
     model.name_or_path = model.config.name_or_path = source.name  # instead of a folder in the hub's cache
     if device is not None and not find_spec("accelerate"):
         model.to(device)
+    for parameter in model.parameters():
+        _refuse_mps(parameter.device)  # where device_map="auto" put it
     if any(parameter.is_meta for parameter in model.parameters()):
         raise SettingError(
             "the device_map leaves weights on disk or offloads them, but every pass needs all of them. Map all modules "

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.utils import logging as transformers_logging
 
 from layerskip.errors import CheckpointError, SettingError, UnsupportedModelError
@@ -122,6 +132,34 @@ class TestFolder:
         assert transformers_logging.get_verbosity() == before
         assert transformers_logging.set_tqdm_hook(None) is None
 
+    def test_settings_come_back_when_threads_load_at_once(self) -> None:
+        before = transformers_logging.get_verbosity()
+        inside, levels = threading.Event(), []
+
+        def second() -> None:
+            inside.wait()
+            with quiet():
+                levels.append(transformers_logging.get_verbosity())
+
+        thread = threading.Thread(target=second)
+        with quiet():
+            thread.start()
+            inside.set()
+            thread.join(timeout=0.1)  # without a lock it would save the silence as the setting to restore, and end now
+            assert thread.is_alive()
+        thread.join()
+        assert levels == [transformers_logging.ERROR]
+        assert transformers_logging.get_verbosity() == before
+        assert transformers_logging.set_tqdm_hook(None) is None
+
+    def test_threads_that_load_in_different_dtypes(self, folder: Path) -> None:
+        """transformers sets torch's default dtype while it loads: out of turn, it would stay set."""
+        names = ["float64", "bfloat16", "float16", "float32"] * 2
+        with ThreadPoolExecutor(len(names)) as pool:
+            loaded = list(pool.map(lambda name: load_checkpoint(folder, dtype=name)[0].dtype, names))
+        assert loaded == [getattr(torch, name) for name in names]
+        assert torch.get_default_dtype() == torch.float32
+
     def test_unused_tensors_are_told(self, folder: Path) -> None:
         edit_config(folder, num_hidden_layers=1)
         with pytest.warns(UserWarning, match=r"no place for: model\.layers\.1\..* and 4 more") as caught:
@@ -185,6 +223,12 @@ class TestDevice:
     @pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
     def test_device_map(self, original: LlamaForCausalLM, folder: Path, device_map: Any) -> None:
         assert same_logits(load_checkpoint(folder, device_map=device_map)[0].to("cpu"), original)
+
+    @pytest.mark.parametrize("device", ["mps", "mps:0", torch.device("mps")])
+    def test_mps_is_refused_by_name(self, device: Any) -> None:
+        for setting in ({"device": device}, {"device_map": device}, {"device_map": {"": device}}):
+            with pytest.raises(SettingError, match="got device 'mps.*no float64.*Expected one of cpu"):
+                load_checkpoint("/nowhere", **setting)
 
     @pytest.mark.parametrize("device", ["cdua", "disk", "meta", "cuda:99"])
     def test_a_device_that_is_not_there(self, device: str) -> None:
@@ -441,6 +485,21 @@ class TestGguf:
     def test_dtype_and_device_map(self, file: Path) -> None:
         model, _ = load_checkpoint(file, dtype="bf16", device_map={"": "cpu"})
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+    def test_hides_its_bar_and_nothing_else_on_stderr(
+        self, file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unpack = loading._check_report
+
+        def speak(*arguments: Any) -> None:
+            print("another thread", file=sys.stderr)
+            unpack(*arguments)
+
+        monkeypatch.setattr(loading, "_check_report", speak)
+        bar = modeling_gguf_pytorch_utils.tqdm
+        load_checkpoint(file)
+        assert capfd.readouterr().err == "another thread\n" * 2
+        assert modeling_gguf_pytorch_utils.tqdm is bar
 
     def test_can_be_saved_and_loaded_again(self, original: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
         model, tokenizer = load_checkpoint(file)

@@ -65,7 +65,7 @@ def add_config_options(parser: Any) -> None:
 def add_loading_options(parser: Any) -> None:
     """How to load a checkpoint."""
     add_config_options(parser)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps, … (default: cpu)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cpu)")
     parser.add_argument(
         "--allow-pickled-weights",
         action="store_const",
