@@ -1,30 +1,28 @@
 """The draft plan: how a model drafts. The thing a search finds and a person passes around, as one JSON file.
 
 A plan describes one draft path over the model's own blocks (a skip set, an exit, or both), or names another checkpoint
-that drafts. It knows nothing of how it is run.
+that drafts. It knows nothing of how it is run, nor of its file's format (`plan_file.py`).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
+from numbers import Real
+from operator import index
 from typing import Any
 
+import torch
+
+from layerskip import plan_file
 from layerskip.errors import PlanError, PlanMismatchError, did_you_mean
 from layerskip.identity import ModelIdentity
 from layerskip.models.decoder import Step
 
 __all__ = ["DraftPlan"]
 
-_FORMAT, _VERSION = "layerskip-plan", 1
-_LARGEST_FILE = 4 * 2**20  # bytes; a plan with a long provenance takes some ten thousand
 DEFAULT_DRAFT_TOKENS = 4
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # no "..", no "~"
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class DraftPlan:
     """How to draft. Make one with `exit`, `skip`, `model` or `load`; change one with `dataclasses.replace`.
 
     Attributes:
-        skip_attention, skip_mlp: layers whose sub-block the draft leaves out, ascending.
+        skip_attention, skip_mlp: layers whose sub-block the draft leaves out, ascending; all below `exit_layer`.
         exit_layer: number of leading layers the draft may use; None: all.
         draft_model: a path or hub id (or a loaded model) that drafts instead of the model itself.
         num_draft_tokens: most tokens to draft a round.
@@ -56,38 +54,65 @@ class DraftPlan:
         Raises:
             PlanError: a value of the wrong type or out of range.
         """
-        for name in ("skip_attention", "skip_mlp"):
-            object.__setattr__(self, name, _layers(name, getattr(self, name)))
-        _require(_is_int(self.exit_layer) or self.exit_layer is None, "exit_layer", self.exit_layer, "a layer count")
-        _require(
-            _is_int(self.num_draft_tokens) and self.num_draft_tokens >= 1,
-            "num_draft_tokens", self.num_draft_tokens, "an integer of at least 1",
-        )  # fmt: skip
-        threshold = self.confidence_threshold
-        _require(
-            type(threshold) in (int, float) and 0 <= threshold <= 1,
-            "confidence_threshold", threshold, "a probability from 0 to 1",
-        )  # fmt: skip
-        _require(isinstance(self.provenance, Mapping), "provenance", self.provenance, "a mapping")
+        self._set("skip_attention", _layers("skip_attention", self.skip_attention))
+        self._set("skip_mlp", _layers("skip_mlp", self.skip_mlp))
+        if self.exit_layer is not None:
+            self._set("exit_layer", _at_least(1, "exit_layer", self.exit_layer, "a layer count of at least 1"))
+        self._set("num_draft_tokens", _at_least(1, "num_draft_tokens", self.num_draft_tokens, "an integer from 1"))
+        self._set("confidence_threshold", _probability("confidence_threshold", self.confidence_threshold))
+        if isinstance(self.draft_model, os.PathLike):
+            self._set("draft_model", os.fspath(self.draft_model))
+        if not isinstance(self.target, ModelIdentity | None):
+            raise _refused("target", self.target, "a ModelIdentity, as layerskip.identity.identify makes it, or None")
+        if not isinstance(self.provenance, Mapping):
+            raise _refused("provenance", self.provenance, "a mapping")
+        self._set("provenance", dict(self.provenance))
+        self._check_combination()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_combination(self) -> None:
         if self.draft_model is not None and (self.skip_attention or self.skip_mlp or self.exit_layer is not None):
             raise PlanError("got a plan with both a draft model and skipped layers or an exit; expected one of them.")
+        for name in ("skip_attention", "skip_mlp"):
+            idle = [layer for layer in getattr(self, name) if self.exit_layer is not None and layer >= self.exit_layer]
+            if idle:
+                raise PlanError(
+                    f"got a plan with {name} {idle} and exit_layer={self.exit_layer}: the draft does not reach these "
+                    f"layers, so skipping them has no effect. Expected layers below {self.exit_layer}; leave these out."
+                )
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> DraftPlan:
+        """A plan with these fields, by name.
+
+        Raises:
+            PlanError: an unknown name (a near miss is suggested), or a bad value.
+        """
+        names = tuple(cls.__dataclass_fields__)
+        for name in fields:
+            if name not in names:
+                raise PlanError(
+                    f"got an unknown plan field {name!r}; expected {', '.join(names)}.{did_you_mean(name, names)}"
+                )
+        return cls(**fields)
 
     @classmethod
     def exit(cls, layer: int, **options: Any) -> DraftPlan:
         """Draft with the first `layer` layers, the final norm and the head (early exit)."""
-        return cls(exit_layer=layer, **_known(options))
+        return cls.of(_joined({"exit_layer": layer}, options))
 
     @classmethod
     def skip(cls, attention: Iterable[int] = (), mlp: Iterable[int] = (), **options: Any) -> DraftPlan:
         """Draft without the attention of the layers `attention` and the MLP of the layers `mlp`."""
-        return cls(skip_attention=_layers("attention", attention), skip_mlp=_layers("mlp", mlp), **_known(options))
+        layers = {"skip_attention": _layers("attention", attention), "skip_mlp": _layers("mlp", mlp)}
+        return cls.of(_joined(layers, options))
 
     @classmethod
     def model(cls, draft_model: Any, **options: Any) -> DraftPlan:
         """Draft with another checkpoint of the same vocabulary: a path, a hub id, or a loaded model."""
-        return cls(
-            draft_model=os.fspath(draft_model) if isinstance(draft_model, Path) else draft_model, **_known(options)
-        )
+        return cls.of(_joined({"draft_model": draft_model}, options))
 
     @property
     def is_self_draft(self) -> bool:
@@ -108,7 +133,7 @@ class DraftPlan:
                     f"got a plan that skips the {name} of layer {beyond[0]} on a model of {num_layers} layers; "
                     f"expected layers from 0 to {last}."
                 )
-        if self.exit_layer is not None and not 1 <= self.exit_layer <= last:
+        if self.exit_layer is not None and self.exit_layer > last:
             raise PlanMismatchError(
                 f"got an exit at layer {self.exit_layer} on a model of {num_layers} layers; expected 1 to {last}. "
                 "(An exit at all layers is the model itself: pass plan=None.)"
@@ -144,12 +169,7 @@ class DraftPlan:
         Raises:
             PlanError: the draft model is an object in memory.
         """
-        if not isinstance(self.draft_model, (str, type(None))):
-            raise PlanError(
-                f"got a plan whose draft model is a loaded {type(self.draft_model).__name__}; expected its path or hub "
-                "id: make the plan with DraftPlan.model('path')."
-            )
-        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return plan_file.to_dict(self)
 
     @classmethod
     def from_dict(cls, content: Any) -> DraftPlan:
@@ -158,25 +178,7 @@ class DraftPlan:
         Raises:
             PlanError: `content` is neither.
         """
-        if not isinstance(content, dict):
-            raise PlanError(f"got a {type(content).__name__}; expected a JSON object that holds a draft plan.")
-        if "format" not in content and {"attention", "mlp"} & content.keys() and content.keys() <= {"attention", "mlp"}:
-            return cls.skip(**content)
-        if content.get("format") != _FORMAT:
-            raise PlanError(
-                f"got an object with format {content.get('format')!r} and the keys {sorted(content)[:8]}; expected "
-                f"format {_FORMAT!r}, or bare lists under 'attention' and 'mlp'."
-            )
-        if content.get("version") != _VERSION:
-            raise PlanError(
-                f"got a plan of version {content.get('version')!r}; this layerskip reads version {_VERSION}. "
-                "Install the version that wrote it, or write the plan anew."
-            )
-        values = {name: value for name, value in content.items() if name not in ("format", "version")}
-        _known(values)
-        if values.get("target") is not None:
-            values["target"] = ModelIdentity.from_dict(values["target"])
-        return cls(**values)
+        return plan_file.from_dict(cls, content)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a draft model inside the plan's folder is named relative to it.
@@ -185,18 +187,7 @@ class DraftPlan:
             PlanError: the draft model is in memory, or lies outside the plan's folder (plans must be movable); the
                 provenance is not JSON; the file cannot be written.
         """
-        file = Path(path)
-        content = replace(self, draft_model=_portable(self.draft_model, file.parent)).to_dict()
-        try:
-            text = json.dumps(content, indent=2) + "\n"
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"got a plan whose provenance cannot be written as JSON: {error}.") from error
-        scratch = file.with_name(file.name + ".partial")
-        try:
-            scratch.write_text(text, encoding="utf-8")
-            os.replace(scratch, file)
-        except OSError as error:
-            raise PlanError(f"cannot write the plan {file}: {error.strerror or error}. Check the path.") from error
+        plan_file.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DraftPlan:
@@ -205,85 +196,49 @@ class DraftPlan:
         Raises:
             PlanError: it is missing, too large, not JSON, not a plan, or names a draft model outside its folder.
         """
-        file = Path(path)
-        data = _read(file)
-        try:
-            plan = cls.from_dict(json.loads(data.decode("utf-8")))
-            return replace(plan, draft_model=_resolved(plan.draft_model, file.parent))
-        except PlanError as error:
-            raise type(error)(f"{file}: {error}") from error
-        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, an endless number
-            raise PlanError(f"got {file}, which is not JSON ({error}); expected a draft plan.") from error
+        return plan_file.load(cls, path)
 
 
-def _read(file: Path) -> bytes:
-    try:
-        status = file.stat()
-        if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_FILE:
-            return file.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
-        reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"cannot read the plan {file}: {reason}. Check the path.") from error
-    if not stat.S_ISREG(status.st_mode):  # reading a device might never end
-        raise PlanError(f"cannot read the plan {file}: it is not a regular file. Check the path.")
-    raise PlanError(
-        f"got {file}, {status.st_size:,} bytes; a plan has at most {_LARGEST_FILE:,}. Is it another kind of file?"
-    )
-
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    names = tuple(DraftPlan.__dataclass_fields__)
-    for name in options:
-        if name not in names:
-            raise PlanError(
-                f"got an unknown plan field {name!r}; expected {', '.join(names)}.{did_you_mean(name, names)}"
-            )
-    return options
+def _joined(own: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a constructor sets itself, and the others that it was given."""
+    for name in own.keys() & options.keys():
+        raise PlanError(
+            f"got {name}={options[name]!r} for a plan that is made with {name}={own[name]!r}; expected one of them. "
+            f"Leave {name} out."
+        )
+    return own | options
 
 
 def _layers(name: str, layers: Any) -> tuple[int, ...]:
-    listed = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, (str, bytes)) else (layers,)
-    _require(all(_is_int(layer) and layer >= 0 for layer in listed), name, layers, "layer numbers from 0")
-    return tuple(sorted(set(listed)))
+    expected = "layer numbers from 0"
+    try:
+        listed = (layers,) if isinstance(layers, bytes) else tuple(layers)
+    except TypeError:  # one layer: a number, or an array without dimensions
+        listed = (layers,)
+    try:
+        return tuple(sorted({_at_least(0, name, layer, expected) for layer in listed}))
+    except PlanError as error:
+        raise _refused(name, layers, expected) from error
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _at_least(least: int, name: str, value: Any, expected: str) -> int:
+    """`value` as Python's own integer, be it one of numpy's; a bool is none."""
+    try:
+        number = index(value)
+    except TypeError as error:
+        raise _refused(name, value, expected) from error
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool  # of a mask, say
+    if is_bool or number < least:
+        raise _refused(name, value, expected)
+    return number
 
 
-def _require(holds: bool, name: str, value: Any, expected: str) -> None:
-    if not holds:
-        raise PlanError(f"got a plan with {name}={value!r}; expected {expected}.")
+def _probability(name: str, value: Any) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) <= 1:
+        raise _refused(name, value, "a probability from 0 to 1")
+    return float(value)
 
 
-def _portable(draft_model: Any, folder: Path) -> Any:
-    """The form in which a plan file in `folder` names the draft model."""
-    if not isinstance(draft_model, str):
-        return draft_model
-    place = Path(draft_model).expanduser()
-    if _HUB_ID.fullmatch(draft_model) and not place.exists():
-        return draft_model
-    inside = place.resolve()
-    if not inside.is_relative_to(folder.resolve()):
-        raise PlanError(
-            f"got a draft model at {draft_model}, outside the plan's folder {folder}; a plan file can be moved "
-            "only with what it needs beside it. Save the plan into the draft model's parent folder, or name a hub id."
-        )
-    return "./" + inside.relative_to(folder.resolve()).as_posix()
-
-
-def _resolved(draft_model: Any, folder: Path) -> Any:
-    """What a plan file means by its draft model: a hub id (``owner/name``), or a path inside its own folder."""
-    if draft_model is None:
-        return None
-    is_name = isinstance(draft_model, str) and draft_model.strip() != ""
-    _require(is_name, "draft_model", draft_model, "a path or hub id")
-    if _HUB_ID.fullmatch(draft_model):
-        return draft_model
-    inside = (folder / draft_model).resolve()
-    if Path(draft_model).is_absolute() or not inside.is_relative_to(folder.resolve()):
-        raise PlanError(
-            f"got a draft model at {draft_model!r}, outside the plan's folder; a plan file may only name a hub "
-            "id or a folder beside it ('./name'). Pass DraftPlan.model(path) from code if you trust that path."
-        )
-    return str(inside)
+def _refused(name: str, value: Any, expected: str) -> PlanError:
+    return PlanError(f"got a plan with {name}={value!r}; expected {expected}.")

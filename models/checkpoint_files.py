@@ -24,6 +24,7 @@ from layerskip.errors import CheckpointError, LayerSkipError, SettingError, Unsu
 
 __all__ = [
     "COPY_AGAIN",
+    "HUB_ID",
     "Source",
     "check_gguf",
     "check_gguf_extra",
@@ -37,7 +38,7 @@ __all__ = [
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"  # where sharded, an index named so + ".index.json"
 PLAIN_DTYPES = {"BF16", "F16", "F32", "F64"}  # as safetensors names them
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # "name" or "owner/name"; no path upwards, no "~"
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # of a repository: all but weights and code
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 COPY_AGAIN = "If the file is cut off or damaged (or a git-lfs pointer), download or copy it again."
