@@ -7,7 +7,8 @@ ratios are taken prompt by prompt. Three modes: greedy; T = 0.7 under the rule t
 invariant rule, whose text for a seed should equal plain decoding's. Where a low-precision greedy output parts from
 plain decoding's, it is looked up whether the target's two choices were closer there than the dtype can tell.
 
-Prints a Markdown table, and as its last line one JSON document, which is also appended to the results file.
+Prints a Markdown table for each mode, and as its last line one JSON document with all plans and settings, which is also
+appended to the results file.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from rich.progress import track
 
 import layerskip
 from experiments.conditions import conditions
+from layerskip.cli.parser import positive
 from layerskip.exactness import Difference, first_difference
 
 __all__ = ["main"]
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
-    "T=0.7 maximal": {"do_sample": True, "temperature": 0.7, "acceptance_rule": "maximal"},
-    "T=0.7 invariant": {"do_sample": True, "temperature": 0.7, "acceptance_rule": "invariant"},
+    "maximal": {"do_sample": True, "temperature": 0.7, "acceptance_rule": "maximal"},
+    "invariant": {"do_sample": True, "temperature": 0.7, "acceptance_rule": "invariant"},
 }
 
 
@@ -82,24 +84,37 @@ def run_mode(model: layerskip.Model, prompts: Sequence[str], settings: dict[str,
 
 
 def summary(model: layerskip.Model, arm: Arm, plain: Arm, greedy: bool) -> dict[str, Any]:
-    """One row of the table: pooled counts, medians and quartiles over prompts."""
+    """One row of the table: pooled counts, medians and quartiles over prompts; how the arm drafted and decoded.
+
+    "settings" are those in effect on the first prompt; on the others only the seed, the prompt's index, differs.
+    """
     pairs = list(zip(arm.results, plain.results, strict=True))
     pooled = layerskip.DecodeStats.pooled(ours.stats for ours, _ in pairs)
     ratios = [ours.stats.tokens_per_s / theirs.stats.tokens_per_s for ours, theirs in pairs if theirs.stats.rounds]
     parted = [(ours, theirs) for ours, theirs in pairs if ours.new_token_ids != theirs.new_token_ids]
     differences = [_difference(model, *pair) for pair in parted] if greedy else []
+    first = arm.results[0]
     return {
         "arm": arm.name,
+        "plan": first.plan.to_dict() if first.plan is not None else None,
+        "settings": first.settings,
         "tokens_per_round": pooled.tokens_per_round,
         "acceptance_by_offset": pooled.acceptance_by_offset,
         "tokens_per_s_median": statistics.median(ours.stats.tokens_per_s for ours, _ in pairs),
-        "ratio_to_plain_quartiles": statistics.quantiles(ratios, n=4),
+        "ratio_to_plain_quartiles": quartiles(ratios),
         "equal": len(pairs) - len(parted),
         "near_ties": sum(each.is_near_tie for each in differences) if greedy else None,
         "gaps": [each.gap for each in differences],
         "logit_errors": [each.logit_error for each in differences],
         "stats": pooled.to_dict(),
     }
+
+
+def quartiles(values: Sequence[float]) -> list[float] | None:
+    """The three quartiles; of one value three times that value, of none None."""
+    if len(values) < 2:
+        return [values[0]] * 3 if values else None
+    return statistics.quantiles(values, n=4)
 
 
 def _difference(model: layerskip.Model, a: layerskip.GenerationResult, b: layerskip.GenerationResult) -> Difference:
@@ -117,29 +132,33 @@ def table(rows: list[dict[str, Any]], prompts: int) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        low, middle, high = row["ratio_to_plain_quartiles"]
+        ratios = row["ratio_to_plain_quartiles"]
+        ratio = "–" if ratios is None else "{1:.2f} ({0:.2f}–{2:.2f})".format(*ratios)
         offsets = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_offset"]) or "–"
         parted = prompts - row["equal"]
         near_ties = f"{row['near_ties']} of {parted}" if parted and row["near_ties"] is not None else "–"
         lines.append(
             f"| {row['arm']} | {row['tokens_per_round']:.2f} | {offsets} | {row['tokens_per_s_median']:.1f} "
-            f"| {middle:.2f} ({low:.2f}–{high:.2f}) | {row['equal']}/{prompts} | {near_ties} |"
+            f"| {ratio} | {row['equal']}/{prompts} | {near_ties} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Run all modes, print the tables, append the results."""
+    """Run the modes, print the tables, append the results."""
     options = _options()
     torch.set_num_threads(options.threads)
     model = layerskip.load(options.model, dtype=options.dtype)
     prompts = read_prompts(options.data, options.prompts)
-    document: dict[str, Any] = {"experiment": "untrained_drafts", "conditions": conditions(model, prompts)}
-    for mode, settings in MODES.items():
+    document: dict[str, Any] = {
+        "experiment": "untrained_drafts",
+        "conditions": conditions(model, prompts),
+        "options": {name: getattr(options, name) for name in ("num_draft_tokens", "new_tokens", "modes")},
+    }
+    for mode in options.modes:
         drafts = arms(options.num_draft_tokens)
-        run_mode(model, prompts, {**settings, "max_new_tokens": options.new_tokens}, drafts)
-        rows = [summary(model, arm, drafts[0], greedy=mode == "greedy") for arm in drafts]
-        document[mode] = rows
+        run_mode(model, prompts, {**MODES[mode], "max_new_tokens": options.new_tokens}, drafts)
+        rows = document[mode] = [summary(model, arm, drafts[0], greedy=mode == "greedy") for arm in drafts]
         print(f"\n{mode}, {len(prompts)} prompts, {options.new_tokens} tokens\n\n{table(rows, len(prompts))}")
     line = json.dumps(document)
     options.results.parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +171,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="questions in Spec-Bench format, JSON lines")
-    parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--num-draft-tokens", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES), help="(default: all)")
+    parser.add_argument("--prompts", type=positive, default=20)
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--num-draft-tokens", type=positive, default=3)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--results", type=Path, default=Path("experiments/results/untrained_drafts.jsonl"))
     return parser.parse_args()
 
