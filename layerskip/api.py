@@ -4,54 +4,70 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from layerskip.assembly import build_engine
 from layerskip.drafters import DraftContext, Drafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, UnsupportedModelError
 from layerskip.identity import ModelIdentity, identify
 from layerskip.models.decoder import Decoder
-from layerskip.models.loading import load_checkpoint
+from layerskip.models.loading import Device, DeviceMap, load_checkpoint
 from layerskip.plan import DraftPlan
-from layerskip.processing import make_processors
 from layerskip.request import CallOptions, Request, make_request
 from layerskip.result import GenerationResult
-from layerskip.rules import make_rule
-from layerskip.sampling import Sampler
-from layerskip.state import DecodeState
-from layerskip.stats import DecodeStats
-from layerskip.stopping import make_stopping
 from layerskip.stream import Stream
 
 __all__ = ["Model", "load", "wrap"]
 
 
-def load(checkpoint: str | os.PathLike[str], **options: Any) -> Model:
+def load(
+    checkpoint: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: Device | None = None,
+    device_map: DeviceMap | None = None,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickled_weights: bool = False,
+) -> Model:
     """Load a checkpoint from a folder, a GGUF file or a hub id.
 
-    Args:
-        checkpoint: where it is.
-        options: as in `layerskip.models.loading.load_checkpoint`: dtype, device, device_map, gguf_file, revision,
-            trust_remote_code, allow_pickled_weights.
-
-    Raises:
-        UnsupportedModelError: the architecture is not in the table of families.
-        CheckpointError: weights or tokenizer are missing, corrupt, or stored in a form that is refused.
+    Arguments and errors as in `layerskip.models.loading.load_checkpoint`.
     """
-    return Model(*load_checkpoint(checkpoint, **options))
+    return Model(
+        *load_checkpoint(
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            gguf_file=gguf_file,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            allow_pickled_weights=allow_pickled_weights,
+        )
+    )
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
     """Use a transformers model that is already in memory; its weights are shared and nothing of it is changed.
 
+    What the model consists of now is what will run: after its modules are replaced (an adapter, a quantiser) or it is
+    moved or cast, wrap it again.
+
     Args:
         tokenizer: needed only for text.
+
+    Raises:
+        UnsupportedModelError: its architecture is not in the table of families, or hooks on whole layers would be
+            passed by.
     """
     return Model(model, tokenizer)
 
@@ -97,7 +113,7 @@ class Model:
         Raises:
             LayerSkipError: one of its kinds, before the model has run, for whatever is wrong with the call.
         """
-        request = self._request(inputs, options)
+        request = self.check(inputs, **options)
         if streamer is not None:
             _refuse_streamed_batch(request)
         engine, commits = self._engine(request), []
@@ -116,73 +132,73 @@ class Model:
 
         Arguments and errors as in `generate`.
         """
+        if "streamer" in options:
+            raise InputError("got a streamer for stream(), which is one itself; iterate over it, or use generate().")
         if self.tokenizer is None:
             raise InputError("got no tokenizer to make text with; pass one to wrap(model, tokenizer), or use generate.")
-        request = self._request(inputs, options)
+        request = self.check(inputs, **options)
         _refuse_streamed_batch(request)
         engine = self._engine(request)
         return Stream(engine, self.tokenizer, lambda commits: self._result(request, engine, commits))
 
-    def _request(self, inputs: Any, options: Mapping[str, Any]) -> Request:
+    def check(self, inputs: Any = None, **options: Unpack[CallOptions]) -> Request:
+        """Check a call without running it; arguments and errors as in `generate`, but for a draft model's own."""
+        self.decoder.refuse_changes()
         own_config: Any = self.hf_model.generation_config
+        named: Mapping[str, Any] = options
         decoder = self.decoder
-        request = make_request(inputs, options, self.tokenizer, own_config, decoder.vocab_size, decoder.max_positions)
+        request = make_request(inputs, named, self.tokenizer, own_config, decoder.vocab_size, decoder.max_positions)
         if request.plan is not None:
             request.plan.check(self.identity)
         return request
 
+    def check_plan(self, plan: DraftPlan) -> None:
+        """Make sure that `plan` can be used on this model; a draft model that it names is loaded for that.
+
+        Raises:
+            PlanMismatchError: it was made for another model, or does not fit this one.
+            CheckpointError: its draft model cannot be loaded.
+        """
+        plan.check(self.identity)
+        if not plan.is_self_draft:
+            self.draft_model(plan)
+
+    def draft_model(self, plan: DraftPlan) -> Model:
+        """The draft model that `plan` names, loaded once, in this model's dtype and on its device.
+
+        Raises:
+            PlanError: it is neither a path nor a hub id nor a model, or its vocabulary or device is another.
+            CheckpointError: it cannot be loaded.
+        """
+        source = plan.draft_model
+        with self._loading:
+            if source not in self._draft_models:
+                if isinstance(source, Model):
+                    draft = source
+                elif isinstance(source, PreTrainedModel):
+                    draft = Model(source)
+                elif not isinstance(source, (str, os.PathLike)):
+                    raise PlanError(
+                        f"got a draft model of type {type(source).__name__}; expected a path, a hub id, or a loaded "
+                        "model."
+                    )
+                else:
+                    draft = load(source, dtype=self.decoder.dtype, device=self.decoder.device)
+                _check_draft_model(self, draft)
+                self._draft_models[source] = draft
+            return self._draft_models[source]
+
     def _engine(self, request: Request) -> Engine:
-        """Everything that one run needs, made anew: a call shares nothing with another but the weights."""
-        decoder, settings, plan = self.decoder, request.settings, request.plan
-        lengths = [len(prompt) for prompt in request.prompts]
-        limits = [min(settings.longest(length), decoder.max_positions) for length in lengths]
-        max_drafts = plan.num_draft_tokens if plan else 0
-        # Room for the longest row and one pass beyond it: the last pass may draft past the end.
-        cache = decoder.new_cache(len(lengths), max(limits) + (request.pass_width or max_drafts + 1))
-        context = DraftContext(
-            sampler=Sampler(
-                make_processors(settings, request.own_processors, lengths, str(decoder.device)), settings.do_sample
-            ),
-            rule=make_rule(
-                request.acceptance_rule, torch.tensor(request.seeds, device=decoder.device), settings.do_sample
-            ),
-            eos_ids=torch.tensor(settings.eos_token_id, dtype=torch.int64, device=decoder.device),
-            confidence_threshold=plan.confidence_threshold if plan else 0.0,
-            vocab_size=decoder.vocab_size,
-        )
-        return Engine(
-            decoder=decoder,
-            state=DecodeState(request.prompts, limits, cache, decoder.device),
-            context=context,
-            stopping=make_stopping(settings, request.own_criteria, self.tokenizer, lengths, decoder.max_positions),
-            drafter=self._drafter(plan, context),
-            max_drafts=max_drafts,
-            pass_width=request.pass_width,
-            stats=DecodeStats(accepted_histogram=[0] * (max_drafts + 1)),
-        )
+        make_drafter = None if request.plan is None else self._drafter(request.plan)
+        return build_engine(self.decoder, request, make_drafter, self.tokenizer)
 
-    def _drafter(self, plan: DraftPlan | None, context: DraftContext) -> Drafter | None:
-        if plan is None:
-            return None
+    def _drafter(self, plan: DraftPlan) -> Callable[[DraftContext], Drafter]:
+        """What makes the drafter of `plan`; a draft model is loaded now, before any time is counted."""
         if plan.is_self_draft:
-            return SelfDrafter(self.decoder, plan.path(self.decoder.num_blocks), context)
-        return ModelDrafter(self._draft_model(plan.draft_model).decoder, context)
-
-    def _draft_model(self, source: Any) -> Model:
-        """The draft model that a plan names, loaded once, in this model's dtype and on its device."""
-        if isinstance(source, (Model, PreTrainedModel)):
-            draft = source if isinstance(source, Model) else Model(source)
-        elif not isinstance(source, str):
-            raise PlanError(
-                f"got a draft model of type {type(source).__name__}; expected a path, a hub id, or a loaded model."
-            )
-        else:
-            with self._loading:
-                if source not in self._draft_models:
-                    self._draft_models[source] = load(source, dtype=self.decoder.dtype, device=self.decoder.device)
-            draft = self._draft_models[source]
-        _check_vocabularies(self, draft)
-        return draft
+            return partial(SelfDrafter, self.decoder, plan.path(self.decoder.num_blocks))
+        draft = self.draft_model(plan)
+        draft.decoder.refuse_changes()
+        return partial(ModelDrafter, draft.decoder)
 
     def _result(self, request: Request, engine: Engine, commits: list[Commit]) -> GenerationResult:
         rows: list[list[Commit]] = [[] for _ in request.prompts]
@@ -193,7 +209,7 @@ class Model:
             sequences=_padded(request, new_token_ids).to(self.decoder.device),
             new_token_ids=new_token_ids,
             drafted=[[commit.drafted for commit in row] for row in rows],
-            finish_reasons=[row[-1].finish_reason or "" for row in rows],
+            finish_reasons=[(row[-1].finish_reason if row else None) or "closed" for row in rows],
             stats=engine.stats,
             settings=request.effective_settings(),
             plan=request.plan,
@@ -208,28 +224,29 @@ def _refuse_streamed_batch(request: Request) -> None:
         )
 
 
-def _check_vocabularies(target: Model, draft: Model) -> None:
+def _check_draft_model(target: Model, draft: Model) -> None:
     """Token ids must mean the same in both; sizes may differ by padding if the tokenizers agree."""
+    ours, theirs = target.decoder, draft.decoder
+    if ours.device != theirs.device:
+        raise PlanMismatchError(
+            f"got a draft model on {theirs.device} for a model on {ours.device}; expected one device. Move one of them."
+        )
     if target.tokenizer is not None and draft.tokenizer is not None:
-        same = target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
+        same, hint = target.tokenizer.get_vocab() == draft.tokenizer.get_vocab(), ""
     else:
-        same = target.decoder.vocab_size == draft.decoder.vocab_size
+        same = ours.vocab_size == theirs.vocab_size
+        hint = " If they differ by padding only, wrap both with their tokenizers: layerskip.wrap(model, tokenizer)."
     if not same:
         raise PlanMismatchError(
-            f"got a draft model with another vocabulary ({draft.decoder.vocab_size:,} ids) than the model's "
-            f"({target.decoder.vocab_size:,} ids); expected the same token ids. Draft with a model of the same family."
+            f"got a draft model with another vocabulary ({theirs.vocab_size:,} ids) than the model's "
+            f"({ours.vocab_size:,} ids); expected the same token ids. Draft with a model of the same family.{hint}"
         )
 
 
 def _padded(request: Request, new_token_ids: list[list[int]]) -> Tensor:
-    """Prompts padded on the left, outputs on the right, as transformers lays them out: (batch, length), int64."""
+    """Prompts padded on the left (or as they came), outputs on the right, as transformers: (batch, length), int64."""
     settings = request.settings
     pad = settings.pad_token_id if settings.pad_token_id is not None else (*settings.eos_token_id, 0)[0]
-    longest_prompt = max(len(prompt) for prompt in request.prompts)
-    longest_output = max(len(row) for row in new_token_ids)
-    return torch.tensor(
-        [
-            [pad] * (longest_prompt - len(prompt)) + prompt + row + [pad] * (longest_output - len(row))
-            for prompt, row in zip(request.prompts, new_token_ids, strict=True)
-        ]
-    )
+    longest = max(len(row) for row in new_token_ids)
+    outputs = torch.tensor([row + [pad] * (longest - len(row)) for row in new_token_ids], dtype=torch.int64)
+    return torch.cat((request.padded_prompts(pad), outputs), dim=1)

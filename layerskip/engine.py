@@ -22,6 +22,7 @@ from torch import Tensor
 from layerskip.drafters.base import Draft, DraftContext, Drafter, empty_draft
 from layerskip.errors import DecodingError
 from layerskip.models.decoder import Decoder
+from layerskip.models.span import Span
 from layerskip.state import DecodeState
 from layerskip.stats import DecodeStats
 from layerskip.stopping import FinishReason, RowStopping
@@ -95,8 +96,7 @@ class Engine:
             self.drafter.begin(state)
         lengths = list(state.lengths)
         span = self.decoder.span([0] * state.batch, max(lengths))
-        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
-        hidden = self.decoder.run(hidden, self.decoder.full_path, state.cache, span)
+        hidden = self.decoder.run(self._embed(span), self.decoder.full_path, state.cache, span)
         last = torch.tensor(lengths, device=hidden.device) - 1
         logits = self.decoder.logits(hidden[state.rows.to(hidden.device), last].unsqueeze(1))
         first = self._accept(empty_draft(self.context, state), logits)
@@ -139,27 +139,29 @@ class Engine:
         Where the draft ran leading blocks on exact states, those ran for all of these tokens but the last draft:
         they run for that one alone, and the rest of the model for all.
         """
-        drafts = draft.tokens.shape[1]
+        drafts, cache, path = draft.tokens.shape[1], self.state.cache, self.decoder.full_path
         newest = [length - 1 for length in self.state.lengths]
         if self.pass_width is not None:
-            width, visible, known, exact_blocks = self.pass_width, self.state.cache.capacity, 0, 0
+            span = self.decoder.span(newest, self.pass_width, visible=cache.capacity)
         else:
-            width, visible, known, exact_blocks = drafts + 1, None, drafts, draft.exact_blocks
-        if draft.exact_states is None:
-            known = 0
-        span = self.decoder.span([position + known for position in newest], width - known, visible)
-        hidden = self.decoder.embed(self.state.token_ids.gather(1, span.positions))
-        if known and draft.exact_states is not None:
-            hidden = self.decoder.run(hidden, self.decoder.full_path[:exact_blocks], self.state.cache, span)
-            hidden = torch.cat((draft.exact_states, hidden), dim=1)
-            span = self.decoder.span(newest, width)
-        hidden = self.decoder.run(hidden, self.decoder.full_path[exact_blocks:], self.state.cache, span)
+            span = self.decoder.span(newest, drafts + 1)
+        if self.pass_width is not None or draft.exact_states is None:
+            hidden = self._embed(span)
+        else:
+            last = self.decoder.span([position + drafts for position in newest], 1)
+            of_last = self.decoder.run(self._embed(last), path[: draft.exact_blocks], cache, last)
+            hidden, path = torch.cat((draft.exact_states, of_last), dim=1), path[draft.exact_blocks :]
+        hidden = self.decoder.run(hidden, path, cache, span)
         return self.decoder.logits(hidden[:, : drafts + 1])
 
+    def _embed(self, span: Span) -> Tensor:
+        return self.decoder.embed(self.state.token_ids.gather(1, span.positions))
+
     def _accept(self, draft: Draft, logits: Tensor) -> list[Chosen]:
-        """Each row's accepted drafts and the token after them; the one place where the round waits for the device."""
+        """Each row's accepted drafts and the token after them."""
         state, context = self.state, self.context
-        target_probs, valid = context.sampler.distribution(logits, state.token_ids, state.lengths)
+        counts = None if context.sampler.prefix_free else self._positions_that_matter(draft)
+        target_probs, valid = context.sampler.distribution(logits, state.token_ids, state.lengths, counts)
         positions = state.indices(0).unsqueeze(1) + torch.arange(logits.shape[1], device=state.token_ids.device)
         acceptance = context.rule.accept(
             draft.tokens, draft.probs, target_probs, draft.num_drafted, positions, state.round_index
@@ -171,6 +173,14 @@ class Engine:
             Chosen([*drafts[:accepted], next_token], accepted, num_valid)
             for accepted, next_token, num_valid, *drafts in read_back.tolist()
         ]
+
+    def _positions_that_matter(self, draft: Draft) -> list[int]:
+        """How many positions of each row may be committed: behind a drafted EOS, or a row's last draft, none."""
+        counts = []
+        for row, (tokens, drafted) in enumerate(zip(draft.tokens.tolist(), draft.num_drafted.tolist(), strict=True)):
+            until_eos = (index for index in range(drafted) if tokens[index] in self.context.eos_ids)
+            counts.append(1 + next(until_eos, drafted) if self.state.active[row] else 0)
+        return counts
 
     def _commit_row(self, row: int, chosen: Chosen) -> list[Commit]:
         """Append the chosen tokens until one of them ends the row."""

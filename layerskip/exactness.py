@@ -52,7 +52,12 @@ class Difference:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether the two tokens change places if each logit is off by what `dtype` makes it off here."""
+        """Whether the two tokens change places if each logit is off by what `dtype` makes it off here.
+
+        An output that only ends earlier than the other has lost tokens: no rounding does that.
+        """
+        if self.token_a is None or self.token_b is None:
+            return False
         return self.gap <= max(2 * self.logit_error, self.rounding_step)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from layerskip.errors import InputError, SettingError
@@ -27,8 +28,10 @@ _Ids = int | Sequence[int]
 class CallOptions(TypedDict, total=False):
     """The keyword arguments of `Model.generate` and `Model.stream`; transformers' names mean what they mean there.
 
-    plan: a `DraftPlan`, the path of a plan file, or None for plain decoding. The four `assistant_…` switches are
-        short forms of a plan.
+    plan: a `DraftPlan`, the path of a plan file, or None for plain decoding. The `assistant_…` switches and
+        `num_assistant_tokens` are short forms of a plan; given here they go before those of a generation config.
+    logits_processor: must be functions of (input_ids, scores). They are asked about drafted prefixes too, in rising
+        order and more than once; one that keeps a state of its own per call would see tokens that are rejected later.
     seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's global generator.
     acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
     pass_width: run every pass over exactly this many tokens, plain steps too, so that even in bfloat16 the output does
@@ -47,7 +50,7 @@ class CallOptions(TypedDict, total=False):
     logits_processor: LogitsProcessorList | None
     stopping_criteria: StoppingCriteriaList | None
     seed: int | Sequence[int] | None
-    acceptance_rule: str
+    acceptance_rule: str | None
     pass_width: int | None
     max_new_tokens: int | None
     max_length: int | None
@@ -74,6 +77,7 @@ class CallOptions(TypedDict, total=False):
 
 _LIMITS = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}
 _SWITCHES = ("assistant_early_exit", "assistant_model", *_LIMITS)
+_WAYS = dict.fromkeys(("plan", "assistant_early_exit", "assistant_model"))  # in the order in which errors name them
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class Request:
     Attributes:
         prompts: token ids, one list a row.
         seeds: one a row.
-        own_processors, own_criteria: the caller's.
+        caller_processors, caller_criteria: transformers' objects that the caller brought.
+        given_prompts: the prompts as a tensor, padding included, if they came as one.
         pass_width: see `Engine`.
     """
 
@@ -92,9 +97,17 @@ class Request:
     plan: DraftPlan | None
     acceptance_rule: str
     seeds: list[int]
-    own_processors: LogitsProcessorList
-    own_criteria: StoppingCriteriaList
-    pass_width: int | None
+    caller_processors: LogitsProcessorList
+    caller_criteria: StoppingCriteriaList
+    pass_width: int | None = None
+    given_prompts: Tensor | None = None
+
+    def padded_prompts(self, pad_token_id: int) -> Tensor:
+        """What stands left of the outputs: the prompts as they came, or padded on the left: (batch, length), int64."""
+        if self.given_prompts is not None:
+            return self.given_prompts
+        longest = max(len(prompt) for prompt in self.prompts)
+        return torch.tensor([[pad_token_id] * (longest - len(prompt)) + prompt for prompt in self.prompts])
 
     def effective_settings(self) -> dict[str, Any]:
         """For the result: every control as it acted."""
@@ -110,7 +123,7 @@ def make_request(
     inputs: Any,
     options: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
-    own_config: GenerationConfig,
+    checkpoint_config: GenerationConfig,
     vocab_size: int,
     max_positions: int,
 ) -> Request:
@@ -118,7 +131,7 @@ def make_request(
 
     Args:
         options: `CallOptions`, and possibly names that do not exist.
-        own_config: the checkpoint's own generation config.
+        checkpoint_config: the checkpoint's own generation config.
         vocab_size, max_positions: of the model.
 
     Raises:
@@ -131,45 +144,50 @@ def make_request(
         raise InputError(f"got {got}; expected one of inputs and input_ids.")
     config, seed = given.pop("generation_config", None), given.pop("seed", None)
     processors, criteria = given.pop("logits_processor", None), given.pop("stopping_criteria", None)
-    acceptance_rule, pass_width = given.pop("acceptance_rule", "maximal"), given.pop("pass_width", None)
-    plan, switches = given.pop("plan", None), {name: given.pop(name) for name in _SWITCHES if name in given}
-    settings = resolve_settings(own_config, config, given, (*CallOptions.__annotations__, "streamer"))
-    plan = _effective_plan(plan, switches, config)
+    acceptance_rule, pass_width = given.pop("acceptance_rule", None) or "maximal", given.pop("pass_width", None)
+    drafting = {name: given.pop(name) for name in ("plan", *_SWITCHES) if name in given}
+    settings = resolve_settings(checkpoint_config, config, given, (*CallOptions.__annotations__, "streamer"))
+    plan = _effective_plan(drafting, (config, checkpoint_config))
     _check_pass_width(pass_width, plan)
-    prompts = encode(input_ids if inputs is None else inputs, tokenizer, attention_mask)
-    _check_bad_words(settings, vocab_size)
+    inputs, copies = input_ids if inputs is None else inputs, settings.num_return_sequences
+    prompts = encode(inputs, tokenizer, attention_mask)
+    _check_ids(settings, vocab_size)
     _check_prompts(prompts, settings, vocab_size, max_positions)
-    prompts = [prompt for prompt in prompts for _ in range(settings.num_return_sequences)]
+    prompts = [prompt for prompt in prompts for _ in range(copies)]
     return Request(
         prompts=prompts,
         settings=settings,
         plan=plan,
         acceptance_rule=acceptance_rule,
         seeds=_row_seeds(seed, len(prompts)),
-        own_processors=LogitsProcessorList(_listed("logits_processor", processors)),
-        own_criteria=StoppingCriteriaList(_listed("stopping_criteria", criteria)),
+        caller_processors=LogitsProcessorList(_listed("logits_processor", processors)),
+        caller_criteria=StoppingCriteriaList(_listed("stopping_criteria", criteria)),
         pass_width=pass_width,
+        given_prompts=_as_given(inputs, copies),
     )
 
 
-def _effective_plan(plan: Any, given: Mapping[str, Any], config: GenerationConfig | None) -> DraftPlan | None:
-    """Combine `plan` with transformers' switches in the call (`given`) or in a generation config."""
-    switches = {name: getattr(config, name, None) for name in _SWITCHES} | dict(given)
-    ways = {"plan": plan, **{name: switches.get(name) for name in ("assistant_early_exit", "assistant_model")}}
-    named = [name for name, value in ways.items() if value is not None]
-    if len(named) > 1:
-        raise SettingError(f"got {' and '.join(named)}, which each say how to draft; expected one of them.")
-    if ways["assistant_early_exit"] is not None:
-        plan = DraftPlan.exit(ways["assistant_early_exit"])
-    elif ways["assistant_model"] is not None:
-        plan = DraftPlan.model(ways["assistant_model"])
-    elif isinstance(plan, (str, os.PathLike)):
-        plan = DraftPlan.load(plan)
-    if plan is not None and not isinstance(plan, DraftPlan):
-        raise SettingError(f"got a plan of type {type(plan).__name__}; expected a DraftPlan, the path of one, or None.")
-    limits: dict[str, Any] = {
-        field: switches[name] for name, field in _LIMITS.items() if switches.get(name) is not None
-    }
+def _as_given(inputs: Any, copies: int) -> Tensor | None:
+    """Token ids that came as a tensor, repeated as the rows are: (batch, length), int64 on the CPU."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    if not isinstance(ids, Tensor):
+        return None
+    return (ids if ids.dim() == 2 else ids.unsqueeze(0)).to("cpu", torch.int64).repeat_interleave(copies, dim=0)
+
+
+def _effective_plan(given: Mapping[str, Any], configs: Sequence[GenerationConfig | None]) -> DraftPlan | None:
+    """The plan that the call names (in full or by transformers' switches), else a generation config's, strongest first.
+
+    `plan=None` (or a switch given as None) in the call is an answer too: nothing drafts, whatever a config says.
+    """
+    of_configs = ({name: getattr(config, name, None) for name in _SWITCHES} for config in configs)
+    sources = [given, *({name: value for name, value in each.items() if value is not None} for each in of_configs)]
+    # The limits of a source weaker than the plan's do not touch it.
+    rank = next((rank for rank, source in enumerate(sources) if source.keys() & _WAYS), len(sources))
+    plan = _named_plan(sources[rank]) if rank < len(sources) else None
+    limits: dict[str, Any] = {}
+    for source in reversed(sources[: rank + 1]):
+        limits |= {field: source[name] for name, field in _LIMITS.items() if source.get(name) is not None}
     if plan is not None:
         return replace(plan, **limits)
     # A config may hold such limits for those who draft; in the call they would silently do nothing.
@@ -179,6 +197,24 @@ def _effective_plan(plan: Any, given: Mapping[str, Any], config: GenerationConfi
             f"got {', '.join(idle)} without anything that drafts; pass plan= or assistant_early_exit= too."
         )
     return None
+
+
+def _named_plan(source: Mapping[str, Any]) -> DraftPlan | None:
+    """The plan that one source names."""
+    named = [name for name in _WAYS if source.get(name) is not None]
+    if len(named) > 1:
+        raise SettingError(f"got {' and '.join(named)}, which each say how to draft; expected one of them.")
+    if not named:
+        return None
+    value = source[named[0]]
+    if named[0] == "assistant_early_exit":
+        return DraftPlan.exit(value)
+    if named[0] == "assistant_model":
+        return DraftPlan.model(value)
+    plan = DraftPlan.load(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(plan, DraftPlan):
+        raise SettingError(f"got a plan of type {type(plan).__name__}; expected a DraftPlan, the path of one, or None.")
+    return plan
 
 
 def _listed(name: str, value: Any) -> Sequence[Any]:
@@ -196,12 +232,13 @@ def _check_pass_width(pass_width: Any, plan: DraftPlan | None) -> None:
         )
 
 
-def _check_bad_words(settings: DecodingSettings, vocab_size: int) -> None:
-    """transformers' processor would refuse them in the middle of the call."""
-    for token in (token for word in settings.bad_words_ids or [] for token in word):
-        if token >= vocab_size:
+def _check_ids(settings: DecodingSettings, vocab_size: int) -> None:
+    """transformers' processors would refuse them in the middle of the call, or ignore them."""
+    bad_words = [token for word in settings.bad_words_ids or [] for token in word]
+    for name, ids in (("bad_words_ids", bad_words), ("suppress_tokens", settings.suppress_tokens or [])):
+        if any(token >= vocab_size for token in ids):
             raise SettingError(
-                f"got bad_words_ids with the token id {token}; expected ids from 0 to {vocab_size - 1}. Make them with "
+                f"got {name} with the token id {max(ids)}; expected ids from 0 to {vocab_size - 1}. Make them with "
                 "the model's own tokenizer."
             )
 

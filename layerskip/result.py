@@ -24,7 +24,8 @@ class GenerationResult:
             padded on the left, rows that ended early on the right.
         new_token_ids: each row's new tokens, the one that ended it included.
         drafted: for each new token whether it was an accepted draft.
-        finish_reasons: for each row "eos", "stop_string", "length", "max_positions", "max_time" or "criteria".
+        finish_reasons: for each row "eos", "stop_string", "length", "max_positions", "max_time", "criteria" (a
+            criterion of the caller's), or "closed" (a stream that was left early).
         stats: counts and times.
         settings: the effective decoding settings, seeds included.
         plan: the effective draft plan; None: plain decoding.

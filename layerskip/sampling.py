@@ -37,28 +37,36 @@ _PREFIX_FREE = (
 
 
 class Sampler:
-    """Applies each row's processors, then softmax (sampling) or one-hot (greedy)."""
+    """Applies each row's processors, then softmax (sampling) or one-hot (greedy).
+
+    Attributes:
+        prefix_free: no processor looks at the prefix.
+    """
 
     def __init__(self, processors: Sequence[LogitsProcessorList], do_sample: bool) -> None:
         """`processors` has one list a row: some of transformers' processors are made for a prompt length."""
         self.processors = tuple(processors)
         self.do_sample = do_sample
-        self._prefix_free = all(type(each) in _PREFIX_FREE for row in self.processors for each in row)
+        self.prefix_free = all(type(each) in _PREFIX_FREE for row in self.processors for each in row)
         self._shared = all(row is self.processors[0] for row in self.processors)
 
-    def distribution(self, logits: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def distribution(
+        self, logits: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int], counts: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Distributions of the next token.
 
         Args:
             logits: (batch, tokens, vocab); those of token `t` follow ``token_ids[b, :prefix_lengths[b] + t]``.
             token_ids: (batch, capacity), prompt, output and drafts.
             prefix_lengths: true length of each row's prefix at its first position.
+            counts: how many positions of each row matter; processors are not asked about the rest, whose prefixes
+                would never come up in plain decoding. None: all.
 
         Returns:
             probs (batch, tokens, vocab), float32 or float64, and valid (batch, tokens): False where there is no
             distribution (NaN, all tokens banned, an infinite logit under sampling); it is then all on token 0.
         """
-        scores = self._process(_widen(logits), token_ids, prefix_lengths)
+        scores = self._process(_widen(logits), token_ids, prefix_lengths, counts)
         best, choice = scores.max(dim=-1)
         # NaN is neither finite nor above anything. An infinite best has an argmax, but no softmax.
         valid = best.isfinite() if self.do_sample else best > float("-inf")
@@ -71,30 +79,39 @@ class Sampler:
         choice = choice * valid
         return torch.zeros_like(scores).scatter_(-1, choice.unsqueeze(-1), 1.0), valid
 
-    def _process(self, scores: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int]) -> Tensor:
+    def _process(
+        self, scores: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int], counts: Sequence[int] | None
+    ) -> Tensor:
         """Scores (batch, tokens, vocab) after all processors."""
         if not any(self.processors):
             return scores
-        if self._prefix_free and self._shared:
+        if self.prefix_free and self._shared:
             return self._call(0, token_ids[:1], scores.flatten(0, 1)).view_as(scores)
-        return torch.stack(
-            [
-                self._process_position(scores[:, offset], token_ids, [length + offset for length in prefix_lengths])
-                for offset in range(scores.shape[1])
-            ],
-            dim=1,
-        )
-
-    def _process_position(self, scores: Tensor, token_ids: Tensor, prefix_lengths: list[int]) -> Tensor:
-        """Scores (batch, vocab) of one position; rows with different prefixes are processed one by one."""
-        if self._shared and len(set(prefix_lengths)) == 1:
-            return self._call(0, token_ids[:, : prefix_lengths[0]], scores)
-        return torch.cat(
-            [
-                self._call(row, token_ids[row : row + 1, :length], scores[row : row + 1])
+        positions = []
+        for offset, position in enumerate(scores.unbind(dim=1)):
+            lengths = [
+                length + offset if counts is None or offset < counts[row] else None
                 for row, length in enumerate(prefix_lengths)
             ]
-        )
+            positions.append(self._process_position(position, token_ids, lengths))
+        return torch.stack(positions, dim=1)
+
+    def _process_position(self, scores: Tensor, token_ids: Tensor, prefix_lengths: list[int | None]) -> Tensor:
+        """Scores (batch, vocab) of one position; rows with different prefixes are processed one by one.
+
+        Args:
+            prefix_lengths: None for a row that is left as it is.
+        """
+        together = prefix_lengths[0]
+        if self._shared and together is not None and len(set(prefix_lengths)) == 1:
+            return self._call(0, token_ids[:, :together], scores)
+        rows = [
+            scores[row : row + 1]
+            if length is None
+            else self._call(row, token_ids[row : row + 1, :length], scores[row : row + 1])
+            for row, length in enumerate(prefix_lengths)
+        ]
+        return torch.cat(rows)
 
     def _call(self, row: int, prefixes: Tensor, scores: Tensor) -> Tensor:
         call: Any = self.processors[row]  # annotated with tensor types of torch's legacy constructors

@@ -24,7 +24,7 @@ DEFAULT_NEW_TOKENS = 20  # as in transformers, whose max_length of 20 counts new
 class DecodingSettings:
     """The effective controls of one call. None or the neutral value (1.0, 0) means: off."""
 
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = DEFAULT_NEW_TOKENS
     max_length: int | None = None  # prompt included; only when max_new_tokens is not given
     min_new_tokens: int | None = None
     min_length: int | None = None
@@ -50,9 +50,8 @@ class DecodingSettings:
         """Most tokens that a row may hold, prompt included."""
         if self.max_new_tokens is not None:
             return prompt_length + self.max_new_tokens
-        if self.max_length is not None:
-            return self.max_length
-        return prompt_length + DEFAULT_NEW_TOKENS
+        assert self.max_length is not None, "resolve_settings sets one of the two"
+        return self.max_length
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, for JSON and for the result."""
@@ -94,7 +93,7 @@ _WARPERS_OFF: dict[str, tuple[Any, ...]] = {
 
 
 def resolve_settings(
-    own: GenerationConfig | None,
+    checkpoint_config: GenerationConfig | None,
     given_config: GenerationConfig | None,
     given: Mapping[str, Any],
     further_names: Iterable[str] = (),
@@ -113,12 +112,13 @@ def resolve_settings(
     _refuse_conflicts(given)
     if given_config is not None and not isinstance(given_config, GenerationConfig):
         raise SettingError(f"got generation_config of type {type(given_config).__name__}; expected a GenerationConfig")
-    values: dict[str, Any] = {}
-    for source in (own, given_config):
-        if source is not None:
-            _override(values, {name: value for name, value in _supported(source).items() if value is not None})
-    _override(values, {name: given[name] for name in NAMES if name in given})
-    settings = _checked(values)
+    merged: dict[str, Any] = {}
+    for config in (checkpoint_config, given_config):
+        if config is not None:
+            _override(merged, {name: value for name, value in config.to_dict().items() if value is not None})
+    _override(merged, given)
+    _refuse_unsupported(merged)
+    settings = _checked({name: merged[name] for name in NAMES if name in merged})
     _refuse_warpers_without_sampling(given, settings.do_sample)
     return settings
 
@@ -132,36 +132,28 @@ def _override(values: dict[str, Any], stronger: Mapping[str, Any]) -> None:
     values.update(stronger)
 
 
-def _supported(config: GenerationConfig) -> dict[str, Any]:
-    """The fields of `config` that we know, after refusing those that would change the output and are not ours."""
-    for name, value in config.to_dict().items():
-        if name in NAMES or name in _WITHOUT_EFFECT_ON_TOKENS or name.startswith("_"):
-            continue
-        _refuse_unsupported(name, value, "in the generation config")
-    return {name: getattr(config, name, None) for name in NAMES}
-
-
 def _refuse_unknown(given: Mapping[str, Any], names: Iterable[str]) -> None:
     known_to_transformers = set(GenerationConfig().to_dict()) | set(_OFF) | _WITHOUT_EFFECT_ON_TOKENS
-    for name, value in given.items():
-        if name in NAMES:
-            continue
-        if name not in known_to_transformers:
+    for name in given:
+        if name not in NAMES and name not in known_to_transformers:
             raise UnknownSettingError(
                 f"got an unknown argument {name!r}; expected a decoding setting by transformers' name: "
                 f"{', '.join(NAMES)}.{did_you_mean(name, names)}"
             )
-        if name not in ("use_cache",) or value is False:
-            _refuse_unsupported(name, value, "in the call")
 
 
-def _refuse_unsupported(name: str, value: Any, where: str) -> None:
-    if value is None or value is False or value in _OFF.get(name, ()):
-        return
-    raise SettingError(
-        f"got {name}={value!r} {where}, which this runtime does not support, and ignoring it could change the output. "
-        f"Supported are {', '.join(NAMES)}. Leave it out, or pass a generation_config without it."
-    )
+def _refuse_unsupported(merged: Mapping[str, Any]) -> None:
+    """Refuse what would change the output and is not ours, wherever it was set, unless a stronger source unset it."""
+    for name, value in merged.items():
+        if name in NAMES or name in _WITHOUT_EFFECT_ON_TOKENS or name.startswith("_"):
+            continue
+        if value is None or value is False or value in _OFF.get(name, ()):
+            continue
+        raise SettingError(
+            f"got {name}={value!r} in the call, its generation_config or the checkpoint's own, which this runtime does "
+            f"not support, and ignoring it could change the output. Pass {name}=None to do without; supported are "
+            f"{', '.join(NAMES)}."
+        )
 
 
 def _refuse_conflicts(given: Mapping[str, Any]) -> None:
@@ -200,11 +192,13 @@ def _checked(values: dict[str, Any]) -> DecodingSettings:
     if not isinstance(values.get("do_sample", False), bool):
         raise SettingError(f"got do_sample={values['do_sample']!r}; expected True or False.")
     _check_ids(values)
-    settings = DecodingSettings(**{name: values[name] for name in NAMES if name in values})
-    minimum, maximum = settings.min_new_tokens, settings.max_new_tokens
-    if minimum is not None and maximum is not None and minimum > maximum:
-        raise SettingError(f"got min_new_tokens={minimum} and max_new_tokens={maximum}; expected minimum <= maximum.")
-    return settings
+    if values.get("max_new_tokens") is None:
+        values["max_new_tokens"] = DEFAULT_NEW_TOKENS if values.get("max_length") is None else None
+    for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
+        minimum, maximum = values.get(least), values.get(most)
+        if minimum is not None and maximum is not None and minimum > maximum:
+            raise SettingError(f"got {least}={minimum} and {most}={maximum}; expected minimum <= maximum.")
+    return DecodingSettings(**values)
 
 
 def _check_ids(values: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ class DecodeStats:
         accepted_histogram: rounds by number of accepted drafts, from 0 to the plan's most.
         prefill_s: the prompt's pass, up to the first new token (that of the draft model included).
         draft_s, verify_s: inside the drafter, and in the full model's passes.
-        host_s: everything else of the rounds: distributions of the target, acceptance, stopping, streaming.
+        host_s: everything else of the rounds: distributions of the target, acceptance, stopping.
     """
 
     prompt_tokens: int = 0
@@ -94,7 +94,7 @@ class DecodeStats:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole call."""
+        """Seconds of the prompt's pass and all rounds (tokenising and what a streamer does are not in it)."""
         return self.prefill_s + self.decode_s
 
     @property

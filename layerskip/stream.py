@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,6 +43,7 @@ class Stream:
         """Made by `Model.stream`."""
         self._engine, self._make_result = engine, make_result
         self._commits: list[Commit] = []
+        self._error: BaseException | None = None
         self._pieces = self._decode(Detokenizer(tokenizer))
 
     def __iter__(self) -> Iterator[StreamPiece]:
@@ -50,17 +51,33 @@ class Stream:
         return self
 
     def __next__(self) -> StreamPiece:
-        """The next piece of text that is certain."""
-        return next(self._pieces)
+        """The next piece of text that is certain.
+
+        Raises:
+            Whatever went wrong while decoding; the stream then ends, and `result` raises it again.
+        """
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def close(self) -> None:
+        """Stop decoding here; `result` then holds what was committed, with the finish reason "closed"."""
+        self._pieces.close()
 
     @property
     def result(self) -> GenerationResult:
         """The whole result; decodes whatever has not been read yet."""
-        for _ in self._pieces:
+        for _ in self:
             pass
+        if self._error is not None:
+            raise self._error
         return self._make_result(self._commits)
 
-    def _decode(self, detokenizer: Detokenizer) -> Iterator[StreamPiece]:
+    def _decode(self, detokenizer: Detokenizer) -> Generator[StreamPiece, None, None]:
         waiting: list[Commit] = []
         for commit in self._engine:
             self._commits.append(commit)

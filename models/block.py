@@ -6,11 +6,12 @@ sub-block is left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerskip.models.cache import KVCache
 from layerskip.models.families import Family
@@ -24,13 +25,14 @@ __all__ = ["Block"]
 class Block:
     """The two sub-blocks of layer `index`. Shapes: hidden states are (batch, tokens, hidden_size)."""
 
-    def __init__(self, layer: nn.Module, index: int, family: Family, head_dim: int, window: int | None) -> None:
-        """Read `layer`, a transformers decoder layer, through its `family`; `window` as in `sliding_windows`."""
-        get: Any = layer.get_submodule
+    def __init__(
+        self, get: Callable[[str], Any], index: int, family: Family, head_dim: int, window: int | None
+    ) -> None:
+        """Read one layer: `get` returns its modules by the names in `family`; `window` as in `sliding_windows`."""
         self.index = index
         self.window = window
         self.head_dim = head_dim
-        self.device: torch.device = next(layer.parameters()).device
+        self.device: torch.device = next(get(family.query).parameters()).device
         self.attention_norm = get(family.attention_norm)
         self.query, self.key, self.value = (linear(get(name)) for name in (family.query, family.key, family.value))
         self.output = linear(get(family.output))

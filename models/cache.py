@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerskip.errors import DecodingError
 from layerskip.models.span import Span
 
 __all__ = ["KVCache"]
@@ -42,8 +43,15 @@ class KVCache:
         """Allocate for ``len(devices)`` blocks, block ``i`` on ``devices[i]``."""
         shape = (batch, kv_heads, capacity, head_dim)
         # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0 * NaN would be NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+        try:
+            self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+            self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+        except RuntimeError as error:  # torch's out of memory, on CPU and CUDA
+            gigabytes = 2 * len(devices) * batch * kv_heads * capacity * head_dim * dtype.itemsize / 1e9
+            raise DecodingError(
+                f"got no memory for a cache of {batch} row(s) of {capacity:,} positions, {gigabytes:.1f} GB. "
+                "Lower max_new_tokens, shorten the prompt, or decode fewer rows at once."
+            ) from error
         self.capacity = capacity
         self.lengths = [0] * batch
         # How far each block's entries are those of the full model: (blocks, batch). See check().

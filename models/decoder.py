@@ -8,17 +8,17 @@ Shapes: token ids (batch, tokens); hidden states (batch, tokens, hidden_size); l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from layerskip.errors import CheckpointError
 from layerskip.models.block import Block
+from layerskip.models.borrowed import BorrowedModules
 from layerskip.models.cache import KVCache
-from layerskip.models.families import family_of, sliding_windows
+from layerskip.models.families import family_of, geometry_of, sliding_windows
 from layerskip.models.linears import linear
 from layerskip.models.rotary import Rotary
 from layerskip.models.span import Span
@@ -45,30 +45,36 @@ class Decoder:
         """Read `model`, a transformers ``…ForCausalLM``.
 
         Raises:
-            UnsupportedModelError: its architecture, rotary scaling or layer types are not supported.
+            UnsupportedModelError: its architecture, rotary scaling or layer types are not supported, or hooks on
+                whole layers would not act.
             CheckpointError: some of its weights are not loaded.
         """
         self.architecture = type(model).__name__
-        family, config = family_of(self.architecture), model.config
-        self.embedding = model.get_submodule(family.embedding)
-        self.final_norm = model.get_submodule(family.final_norm)
-        head = model.get_submodule(family.head)
+        family, geometry = family_of(self.architecture), geometry_of(model.config)
+        self._modules = BorrowedModules(model)
+        take: Callable[[str], Any] = self._modules.take
+        self.embedding, self.final_norm, head = take(family.embedding), take(family.final_norm), take(family.head)
         self.head = linear(head)
         self._norm_device, self._head_device = (next(each.parameters()).device for each in (self.final_norm, head))
-        self.vocab_size: int = config.vocab_size
-        self.hidden_size: int = config.hidden_size
-        self.max_positions: int = config.max_position_embeddings
-        self.kv_heads: int = config.num_key_value_heads
-        self.group = config.num_attention_heads // self.kv_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // config.num_attention_heads
-        self.dtype: torch.dtype = next(model.get_submodule(family.embedding).parameters()).dtype
-        _refuse_unloaded(model)
-        layers = list(model.get_submodule(family.layers).children())
-        windows = sliding_windows(config)
-        self.blocks = [Block(layer, index, family, self.head_dim, windows[index]) for index, layer in enumerate(layers)]
+        self.vocab_size, self.max_positions = geometry.vocab_size, geometry.max_positions
+        self.group, self.kv_heads, self.head_dim = geometry.group, geometry.kv_heads, geometry.head_dim
+        self.dtype: torch.dtype = next(self.embedding.parameters()).dtype
+        self.blocks = [
+            Block(self._modules.within(f"{family.layers}.{index}"), index, family, self.head_dim, window)
+            for index, window in enumerate(sliding_windows(model.config))
+        ]
         self.device = self.blocks[0].device
         self.full_path = tuple(Step(index) for index in range(len(self.blocks)))
-        self._rotary = Rotary(model.get_submodule(family.rotary), self.dtype)
+        self._rotary = Rotary(take(family.rotary), self.dtype)
+        self._modules.refuse_bypassed()
+
+    def refuse_changes(self) -> None:
+        """Make sure that the model still consists of the modules that were read; cheap, for the start of a call.
+
+        Raises:
+            UnsupportedModelError: a module was replaced or hooked, or the model was moved or cast.
+        """
+        self._modules.refuse_changes()
 
     @property
     def num_blocks(self) -> int:
@@ -119,8 +125,7 @@ class Decoder:
         """
         for index, attention, mlp in path:
             block = self.blocks[index]
-            if hidden.device != block.device:
-                hidden, span = hidden.to(block.device), span.to(block.device)
+            hidden, span = hidden.to(block.device), span.to(block.device)
             if attention:
                 hidden = block.attend(hidden, cache, span)
             if mlp:
@@ -133,12 +138,3 @@ class Decoder:
         """Next-token logits of `hidden` by the final norm and the head, on the first block's device."""
         normed: Tensor = self.final_norm(hidden.to(self._norm_device))
         return self.head(normed.to(self._head_device)).to(self.device)
-
-
-def _refuse_unloaded(model: PreTrainedModel) -> None:
-    unloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if unloaded:
-        raise CheckpointError(
-            f"got a model whose parameter {unloaded[0]!r} (and {len(unloaded) - 1} more) is on the meta device; "
-            "expected loaded weights. Load it with enough memory for all of them, without disk offload."
-        )

@@ -12,7 +12,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Linear", "linear"]
+__all__ = ["Linear", "is_intercepted", "linear"]
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -22,11 +22,11 @@ def linear(module: nn.Module) -> Linear:
 
     What stands in the module now is what is called: hooks, adapters or another weight put there later are not seen.
     """
-    if type(module) is not nn.Linear or _is_intercepted(module):
+    if type(module) is not nn.Linear or is_intercepted(module):
         return module
     return partial(F.linear, weight=module.weight, bias=module.bias)
 
 
-def _is_intercepted(module: nn.Module) -> bool:
+def is_intercepted(module: nn.Module) -> bool:
     """Whether someone expects to see the call: registered hooks, or a forward replaced on the instance (accelerate)."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

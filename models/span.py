@@ -50,7 +50,7 @@ class Span:
     def to(self, device: torch.device) -> Span:
         """The same span for blocks that live on another device."""
         if device not in self._moved:
-            self._moved[device] = Span(
+            moved = self._moved[device] = Span(
                 self.starts,
                 self.tokens,
                 visible=self.visible,
@@ -59,6 +59,7 @@ class Span:
                 dtype=self._dtype,
                 device=device,
             )
+            moved._moved = self._moved  # so that the way back leads to this span, masks and all
         return self._moved[device]
 
     @property

@@ -214,12 +214,19 @@ class TestSwitches:
             {"plan": DraftPlan.exit(1), "assistant_early_exit": 2},
             {"plan": DraftPlan.exit(1), "assistant_model": "x"},
             {"assistant_early_exit": 2, "assistant_model": "x"},
-            {"plan": DraftPlan.exit(1), "generation_config": GenerationConfig(assistant_early_exit=2)},
         ],
     )
     def test_two_ways_to_say_how_to_draft(self, ways):
         with pytest.raises(SettingError, match=r"got (plan|assistant_early_exit) and assistant_\w+, .*one of them"):
             request([3], **ways)
+
+    def test_a_plan_in_the_call_goes_before_a_config(self):
+        """Its own limits too: a weaker source must not change how long a plan drafts."""
+        config = GenerationConfig(assistant_early_exit=2, num_assistant_tokens=7)
+        plan = DraftPlan.exit(1, num_draft_tokens=3)
+        assert request([3], plan=plan, generation_config=config).plan == plan
+        assert request([3], plan=None, generation_config=config).plan is None
+        assert request([3], generation_config=config).plan == DraftPlan.exit(2, num_draft_tokens=7)
 
     @pytest.mark.parametrize("limit", [{"num_assistant_tokens": 3}, {"assistant_confidence_threshold": 0.5}])
     def test_a_limit_without_a_drafter(self, limit):
@@ -264,8 +271,8 @@ class TestOtherArguments:
 
     def test_lists_and_none_will_do(self):
         processor = Mock()
-        assert request([3], logits_processor=[processor]).own_processors == [processor]
-        assert request([3], logits_processor=None, stopping_criteria=None).own_processors == []
+        assert request([3], logits_processor=[processor]).caller_processors == [processor]
+        assert request([3], logits_processor=None, stopping_criteria=None).caller_processors == []
 
 
 class TestBeforeTheModelRuns:

@@ -50,7 +50,13 @@ class TestPrecedence:
             "num_return_sequences": 2,
         }  # fmt: skip
         assert set(on) == set(NAMES)
-        off = {"do_sample": False, "eos_token_id": (), "stop_strings": (), "num_return_sequences": 1}
+        off = {
+            "max_new_tokens": 20,
+            "do_sample": False,
+            "eos_token_id": (),
+            "stop_strings": (),
+            "num_return_sequences": 1,
+        }
         own = GenerationConfig()
         setattr(own, name, on[name])
         assert getattr(resolve(own), name) != off.get(name)
@@ -270,9 +276,16 @@ class TestRefused:
         config = GenerationConfig()
         setattr(config, name, value)
         for arguments in ({name: value}, {"config": config}, {"own": config}):
-            with pytest.raises(SettingError, match=rf"got {name}=.* does not support.*Leave it out") as caught:
+            with pytest.raises(SettingError, match=rf"got {name}=.* not support.*Pass {name}=None"):
                 resolve(**arguments)
-            assert ("in the call" if name in arguments else "in the generation config") in str(caught.value)
+
+    @pytest.mark.parametrize("name", UNSUPPORTED)
+    def test_they_can_be_switched_off_by_a_stronger_source(self, name):
+        """A checkpoint that comes with such a setting can be used all the same."""
+        config = GenerationConfig()
+        setattr(config, name, self.UNSUPPORTED[name])
+        assert resolve(own=config, **{name: None}) == resolve()
+        assert resolve(config=config, **{name: None}) == resolve()
 
     def test_every_field_of_transformers_config_is_sorted(self):
         """A field that a new transformers brings is refused, until someone has looked at it and put it in a list."""

@@ -95,9 +95,7 @@ def _check_config(plan: DraftPlan, inspection: Inspection) -> None:
 
 def _check_weights(plan: DraftPlan, options: argparse.Namespace) -> None:
     model = load_model(options)
-    plan.check(model.identity)
-    if not plan.is_self_draft:
-        model._draft_model(plan.draft_model)  # also compares the vocabularies
+    model.check_plan(plan)
 
 
 def _cost(plan: DraftPlan, inspection: Inspection) -> float:
@@ -146,9 +144,7 @@ def _make(options: argparse.Namespace) -> int:
         raise SettingError(f"got {', '.join(loading)} without --model, where they have no effect; pass --model too.")
     if options.model is not None:
         model = load_model(options)
-        plan.check(model.identity)
-        if not plan.is_self_draft:
-            model._draft_model(plan.draft_model)
+        model.check_plan(plan)
         plan = replace(plan, target=model.identity)
     if options.out is None:
         print(json.dumps(plan.to_dict(), indent=2))

@@ -109,7 +109,8 @@ def draft_chain(
         offset = len(tokens)
         logits = next_logits(offset)
         prefix_lengths = [length + offset for length in state.lengths]
-        step_probs, _ = context.sampler.distribution(logits, state.token_ids, prefix_lengths)
+        counts = None if context.sampler.prefix_free else live.long().tolist()
+        step_probs, _ = context.sampler.distribution(logits, state.token_ids, prefix_lengths, counts)
         where = state.indices(offset)
         token = context.rule.draw(step_probs, where.unsqueeze(1), state.round_index).squeeze(1)
         state.token_ids[state.rows, where] = token
