@@ -82,12 +82,12 @@ def smollm2_path(progress: Progress | None = None) -> Path:
 
 
 def main() -> int:
-    """Print the folder; what is going on goes to stderr."""
+    """Print the folder; what is going on goes to stderr. The exit code of an error is that of `layerskip`."""
     try:
         print(smollm2_path(progress=lambda line: print(line, file=sys.stderr, flush=True)))
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

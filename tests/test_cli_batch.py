@@ -143,6 +143,25 @@ def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(run, files, prom
     assert run()[0] == 0  # the empty file that is left stands in nobody's way
 
 
+def test_json_is_refused_where_it_has_no_effect(run, files, unloadable):
+    code, out, err = run("--json")
+    assert (code, out) == (2, "")
+    assert err == "error: got --json with --input, whose results are JSON lines anyway; leave out --json.\n"
+    assert not files[1].exists()
+
+
+def test_the_last_line_pools_all_prompts(run, files):
+    _, _, err = run("--assistant-early-exit", 2, "--num-assistant-tokens", 3)
+    parts = [each["stats"] for each in records(files[1])]
+    total = {name: sum(part[name] for part in parts) for name in ("new_tokens", "round_tokens", "rounds", "decode_s")}
+    drafts = {name: sum(part[name] for part in parts) for name in ("proposed", "accepted")}
+    assert err.splitlines()[-1] == (
+        f"4 prompts, {total['new_tokens']} tokens, {total['round_tokens'] / total['decode_s']:.1f} tokens/s, "
+        f"{total['round_tokens'] / total['rounds']:.2f} tokens per round, "
+        f"{drafts['accepted'] / drafts['proposed']:.0%} of the drafts accepted"
+    )
+
+
 def test_system_with_messages(run, unloadable):
     assert "line 4 of" in run("--chat", "--system", "be brief")[2]
 

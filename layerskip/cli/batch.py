@@ -57,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     """Decode all prompts of ``--input``."""
     if options.prompt is not None:
         raise SettingError("got both a prompt and --input; expected one of them.")
+    if options.json:
+        raise SettingError("got --json with --input, whose results are JSON lines anyway; leave out --json.")
     if options.resume and options.output is None:
         raise SettingError("got --resume without --output; name the file of results to go on with.")
     plan, prompts = draft_plan(options), read_prompts(options.input)

@@ -51,7 +51,9 @@ def add_parser(subparsers: Any) -> None:
         help="put the prompt as a user's message into the checkpoint's chat template (default: no)",
     )
     group.add_argument("--system", metavar="TEXT", help="with --chat: the system's message")
-    group.add_argument("--json", action="store_true", help="one JSON object instead of streamed text")
+    group.add_argument(
+        "--json", action="store_true", help="one JSON object instead of streamed text (not with --input)"
+    )
     batch.add_options(group)
     add_plan_options(parser.add_argument_group("drafting"))
     add_decoding_options(parser.add_argument_group("decoding"))
