@@ -1,19 +1,19 @@
 """Engines without the front door: for tests that bring their own drafter, or look between two rounds."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from layerskip.assembly import build_engine
 from layerskip.drafters import Draft, DraftContext, Drafter, draft_chain
 from layerskip.engine import Engine
 from layerskip.models.decoder import Decoder
-from layerskip.processing import make_processors
-from layerskip.rules import make_rule
-from layerskip.sampling import Sampler
+from layerskip.plan import DraftPlan
+from layerskip.request import Request
 from layerskip.settings import DecodingSettings
 from layerskip.state import DecodeState
-from layerskip.stopping import make_stopping
 
 MakeDrafter = Callable[[Decoder, DraftContext], Drafter]
 
@@ -32,28 +32,17 @@ def make_engine(
     **settings,
 ) -> Engine:
     """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are."""
-    decoder, controls = Decoder(model), DecodingSettings(**settings)
-    lengths = [len(prompt) for prompt in prompts]
-    limits = [min(controls.longest(length), decoder.max_positions) for length in lengths]
-    cache = decoder.new_cache(len(prompts), max(limits) + max_drafts + 1)
-    seeds = range(len(prompts)) if seeds is None else seeds
-    context = DraftContext(
-        sampler=Sampler(
-            make_processors(controls, LogitsProcessorList(processors), lengths, "cpu"), bool(controls.do_sample)
-        ),
-        rule=make_rule(acceptance_rule, torch.tensor(list(seeds)), bool(controls.do_sample)),
-        eos_ids=torch.tensor(controls.eos_token_id, dtype=torch.int64),
-        confidence_threshold=confidence_threshold,
-        vocab_size=decoder.vocab_size,
+    request = Request(
+        prompts=[list(each) for each in prompts],
+        settings=DecodingSettings(**settings),
+        plan=DraftPlan(num_draft_tokens=max_drafts, confidence_threshold=confidence_threshold),
+        acceptance_rule=acceptance_rule,
+        seeds=list(range(len(prompts)) if seeds is None else seeds),
+        caller_processors=LogitsProcessorList(processors),
+        caller_criteria=StoppingCriteriaList(),
     )
-    return Engine(
-        decoder=decoder,
-        state=DecodeState(prompts, limits, cache, decoder.device),
-        context=context,
-        stopping=make_stopping(controls, StoppingCriteriaList(), tokenizer, lengths, decoder.max_positions),
-        drafter=make_drafter and make_drafter(decoder, context),
-        max_drafts=max_drafts,
-    )
+    decoder = Decoder(model)
+    return build_engine(decoder, request, make_drafter and partial(make_drafter, decoder), tokenizer)
 
 
 def run_checked(engine: Engine) -> list[list[int]]:
