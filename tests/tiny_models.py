@@ -4,6 +4,7 @@
 family: one row in TINY_CONFIGS.
 """
 
+import copy
 import functools
 
 import torch
@@ -64,7 +65,8 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
     """The model of row `name`; the same object for the same arguments, so do not change it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(TINY_CONFIGS[name], dtype=dtype).eval()
+        config = copy.deepcopy(TINY_CONFIGS[name])  # transformers writes the dtype into it
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     return model.requires_grad_(False)
 
 
