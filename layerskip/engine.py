@@ -50,6 +50,7 @@ class Chosen(NamedTuple):
 
     Attributes:
         tokens: the accepted drafts and the token after them.
+        accepted: number of those drafts.
         num_valid: how many of these positions have a distribution at all; what is chosen from there on is void.
     """
 

@@ -97,18 +97,11 @@ def _tokenised(
     prompts: list[PromptLine], model: Model, plan: DraftPlan | None, options: argparse.Namespace
 ) -> list[list[int]]:
     """Token ids of every prompt, each of which the model can decode."""
-    from layerskip.request import make_request
-
-    own_config: Any = model.hf_model.generation_config
-    sizes = (model.decoder.vocab_size, model.decoder.max_positions)
     rows = []
     for prompt in prompts:
         inputs = as_inputs(prompt.content, options.chat, options.system)
         with _naming(prompt, options.input):
-            request = make_request(
-                inputs, {"plan": plan, **decoding_settings(options)}, model.tokenizer, own_config, *sizes
-            )
-        rows += request.prompts
+            rows += model.check(inputs, plan=plan, **decoding_settings(options)).prompts
     return rows
 
 
