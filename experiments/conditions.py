@@ -44,7 +44,8 @@ def conditions(model: layerskip.Model, prompts: Sequence[str]) -> dict[str, Any]
 def _program() -> list[str]:
     """The command line without the machine's own paths."""
     module = sys.modules["__main__"].__spec__
-    return [module.name if module else Path(sys.argv[0]).name, *sys.argv[1:]]
+    arguments = [Path(each).name if "/" in each else each for each in sys.argv[1:]]
+    return [module.name if module else Path(sys.argv[0]).name, *arguments]
 
 
 def _git(*arguments: str) -> str:
