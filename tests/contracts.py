@@ -135,12 +135,12 @@ class DrafterContract:
         assert torch.equal(first.tokens, second.tokens)
         assert torch.equal(first.num_drafted, second.num_drafted)
 
-    @pytest.mark.parametrize("max_drafts", [1, 2, 3, 8])
+    @pytest.mark.parametrize("max_drafts", [1, 3, 8])
     def test_greedy_output_is_the_targets(self, max_drafts):
         """Rows of different lengths together, the cache checked after every round."""
         assert run_checked(self.engine(max_drafts=max_drafts)) == self.own_rows()
 
-    @pytest.mark.parametrize("max_drafts", [1, 2, 5])
+    @pytest.mark.parametrize("max_drafts", [1, 4])
     def test_sampled_output_does_not_depend_on_the_draft(self, max_drafts):
         """Under the invariant rule, token by token; in rows of different lengths."""
         options = {"do_sample": True, "acceptance_rule": "invariant", "temperature": 0.8, "max_drafts": max_drafts}

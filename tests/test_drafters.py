@@ -89,6 +89,39 @@ def test_exact_states_are_those_of_a_full_pass(plan):
         torch.testing.assert_close(draft.exact_states[row], states[0, length - 1 :], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("threshold", [0.01, 0.02, 0.05])
+def test_a_draft_ends_behind_its_first_unsure_token(do_sample, threshold):
+    """Behind, not before: to drop a drafted token because its own probability was low would bias the output.
+
+    (With target (.5, .3, .2), draft (.6, .3, .1) and tokens below .2 dropped, the output would be (.55, .33, .12).)
+    """
+    logits = torch.linspace(0, 3, VOCAB_SIZE)
+    probs = logits.softmax(0)
+
+    def propose(threshold):
+        engine = make_engine(
+            agreeing_model("llama"),
+            PROMPTS * 20,
+            lambda _, context: LogitsDrafter(context, logits),
+            max_new_tokens=16,
+            do_sample=do_sample,
+            confidence_threshold=threshold,
+        )
+        engine.read_prompts()
+        return engine.drafter.propose(engine.state, [6] * 60)
+
+    whole, cut = propose(0.0), propose(threshold)
+    assert (whole.num_drafted == 6).all()
+    for row, tokens in enumerate(whole.tokens.tolist()):
+        unsure = [offset for offset, token in enumerate(tokens) if probs[token] < threshold]
+        count = 1 + min(unsure, default=5)
+        assert cut.num_drafted[row] == count
+        assert cut.tokens[row, :count].tolist() == tokens[:count]
+    if do_sample:
+        assert len(set(cut.num_drafted.tolist())) > 1
+
+
 def test_a_self_draft_without_exact_blocks_hands_over_no_states():
     engine = make_engine(agreeing_model("llama"), PROMPTS, self_drafter(DraftPlan.skip(mlp=[0])), max_new_tokens=16)
     engine.read_prompts()

@@ -62,7 +62,10 @@ def assert_own_text(model, plan: DraftPlan | None, new_tokens: int = NEW_TOKENS,
     return result
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in ("last layer", "exit and skip set")])
+EVERYWHERE = ("nothing", "attention", "mlp", "first layer", "all but one attention", "exit 1", "exit 2", "exit 3")
+
+
+@pytest.mark.parametrize("plan", EVERYWHERE)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_family_plan_and_draft_length(family, plan):
     """The product's promise. Catches any wrong position, mask, cache entry or reused state in draft or verification."""
@@ -84,12 +87,13 @@ def test_every_single_sub_block_skipped_and_kept(llama, sub_block):
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("plan", ["attention", "last layer", "exit 2", "exit and skip set"])
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "nothing"])
 def test_long_texts_with_rounds_of_every_outcome(plan, num_draft_tokens):
     """Catches an error that needs many rounds to build up, or a certain order of accepted and rejected drafts."""
-    result = assert_own_text(agreeing_model("llama"), with_drafts(PLANS[plan], num_draft_tokens), new_tokens=60)
+    result = assert_own_text(agreeing_model("llama"), with_drafts(PLANS[plan], num_draft_tokens), new_tokens=40)
     outcomes = result.stats.accepted_histogram
-    assert outcomes[0] and sum(outcomes[1:])
+    assert outcomes[0]
+    assert plan in ("first layer", "all but one attention", "all but one mlp") or sum(outcomes[1:])
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.3, 0.7, 1.0])
@@ -112,10 +116,10 @@ def test_float32(family, plan):
 def test_one_pass_width_makes_bfloat16_independent_of_the_draft(family):
     """In bfloat16 passes of different widths round differently. Catches one that is not padded to the width given."""
     model = wrap(tiny_model(family, dtype=torch.bfloat16))
-    options = {"max_new_tokens": 30, "eos_token_id": None, "pass_width": 9}
+    options = {"max_new_tokens": 20, "eos_token_id": None, "pass_width": 9}
     plain = model.generate(prompt(), **options)
     for plan in ("attention", "last layer", "exit 3"):
-        for num_draft_tokens in (1, 4, 8):
+        for num_draft_tokens in (1, 8):
             drafted = model.generate(prompt(), plan=with_drafts(PLANS[plan], num_draft_tokens), **options)
             assert drafted.new_token_ids == plain.new_token_ids, (plan, num_draft_tokens)
 
@@ -160,6 +164,7 @@ class TestForcedDrafts:
         assert tokens == right[9 : 9 + NEW_TOKENS]
         assert stats.acceptance_rate == 1
         assert stats.rounds == -(-(NEW_TOKENS - 1) // (max_drafts + 1))
+        assert stats.proposed == NEW_TOKENS - 1 - stats.rounds, "the last drafts leave room for the token behind them"
 
     @pytest.mark.parametrize("right_ones", range(1, 5))
     def test_partly_accepted(self, family, right, right_ones):

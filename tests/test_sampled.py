@@ -118,14 +118,14 @@ def p_value(new_token_ids, probs: torch.Tensor, axes: tuple[int, ...]) -> float:
 
 @pytest.mark.parametrize(("draft", "rule"), [*((draft, "maximal") for draft in DRAFTS), ("plain", "invariant")])
 def test_all_controls_together(draft, rule):
-    """Chi-square of 3,000 texts, tokens 1-3 jointly and 2-4 jointly; false alarm below 2e-6 for other seeds.
+    """Chi-square of 3,000 texts: tokens 1-3, 2-4, and 3 and 4 alone; false alarm below 4e-6 for other seeds.
 
     Catches a draft that is accepted too often or too seldom, a wrong residual, a bonus token drawn from something
     else than the processed distribution, noise that is used twice, and a processor with the wrong prefix.
     """
     result = sample(draft, "all", rule)
-    assert p_value(result.new_token_ids, enumerated("all"), (0, 1, 2)) > FALSE_ALARM
-    assert p_value(result.new_token_ids, enumerated("all"), (1, 2, 3)) > FALSE_ALARM
+    for axes in ((0, 1, 2), (1, 2, 3), (2,), (3,)):
+        assert p_value(result.new_token_ids, enumerated("all"), axes) > FALSE_ALARM
     if draft != "plain":
         assert 0.2 < result.stats.acceptance_rate < 0.95, "the test needs drafts of both outcomes"
 
@@ -171,8 +171,8 @@ def test_a_draft_that_knows_nothing(rule):
     rows = [[] for _ in range(ROWS)]
     for commit in engine:
         rows[commit.row].append(commit.token_id)
-    assert p_value(rows, enumerated("nothing"), (0, 1, 2)) > FALSE_ALARM
-    assert p_value(rows, enumerated("nothing"), (1, 2, 3)) > FALSE_ALARM
+    for axes in ((0, 1, 2), (1, 2, 3)):
+        assert p_value(rows, enumerated("nothing"), axes) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("draft", ["exit", "model"])
@@ -233,7 +233,7 @@ class TestInvariantRule:
     @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
     def test_every_plan_and_draft_length(self, plan):
         plain = self.text().new_token_ids
-        for num_draft_tokens in (1, 2, 3, 5, 8):
+        for num_draft_tokens in (1, 3, 8):
             drafted = self.text(plan, num_assistant_tokens=num_draft_tokens)
             assert drafted.new_token_ids == plain
             assert drafted.stats.proposed > 0

@@ -125,6 +125,20 @@ class TestBehindAStop:
 
     @every_plan
     @pytest.mark.parametrize("place", range(9, 16))
+    def test_a_processor_is_never_asked_about_a_place_behind_an_eos(self, plan, place):
+        """A grammar that has come to its end may raise an error, and would be right."""
+        eos = own_text()[place]
+
+        class Grammar(LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                assert eos not in input_ids[:, 9:]
+                return scores
+
+        result = generate(plan, eos_token_id=eos, logits_processor=LogitsProcessorList([Grammar()]))
+        assert result.sequences[0].tolist() == own_text()[: own_text().index(eos, 9) + 1]
+
+    @every_plan
+    @pytest.mark.parametrize("place", range(9, 16))
     def test_a_processor_may_have_no_token_behind_a_stop_string(self, plan, place):
         """A drafter knows EOS ids, but not stop strings: it drafts on behind one."""
         token = own_text()[place]

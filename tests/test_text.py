@@ -169,6 +169,50 @@ class TestStream:
         assert stream.result.new_token_ids == model.generate(prompt(), **options).new_token_ids
         assert list(stream) == []
 
+    @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+    @pytest.mark.parametrize("pieces", [0, 1, 4])
+    def test_a_closed_stream_decodes_no_more(self, pieces, plan):
+        """Its result holds what was read, and says that somebody closed it."""
+        model = wrap(agreeing_model("llama"), character_tokenizer())
+        options = {"plan": plan, "max_new_tokens": 20, "eos_token_id": None}
+        stream = model.stream(prompt(), **options)
+        read = [next(stream) for _ in range(pieces)]
+        decoded = stream._engine.stats.new_tokens
+        stream.close()
+        assert list(stream) == []
+        assert stream.result.text == "".join(read)
+        assert stream.result.finish_reasons == ["closed"]
+        assert stream.result.new_token_ids == [model.generate(prompt(), **options).new_token_ids[0][:pieces]]
+        assert stream._engine.stats.new_tokens == decoded
+
+    def test_an_error_comes_again_with_the_result(self):
+        """Catches a stream that passes for complete after it broke."""
+
+        class Fault(Exception):
+            pass
+
+        class Failing(LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                if input_ids.shape[1] == 12:
+                    raise Fault
+                return scores
+
+        model = wrap(agreeing_model("llama"), character_tokenizer())
+        stream = model.stream(prompt(), logits_processor=[Failing()], eos_token_id=None)
+        pieces = []
+        with pytest.raises(Fault):
+            for piece in stream:
+                pieces.append(piece)
+        assert len(pieces) == 3
+        assert list(stream) == []
+        with pytest.raises(Fault):
+            _ = stream.result
+
+    def test_it_takes_no_streamer(self):
+        model = wrap(agreeing_model("llama"), character_tokenizer())
+        with pytest.raises(InputError, match="got a streamer for stream"):
+            model.stream(prompt(), streamer=object())
+
     def test_several_prompts_are_refused(self):
         model = wrap(agreeing_model("llama"), character_tokenizer())
         for several in ({"inputs": ["ab", "c"]}, {"inputs": "ab", "num_return_sequences": 2}):

@@ -15,7 +15,7 @@ from layerskip import DraftPlan, LayerSkipError, wrap
 from layerskip.models.block import Block
 from layerskip.models.cache import KVCache
 from tests.special_models import agreeing_model
-from tests.tiny_models import FAMILY_NAMES, prompt, tiny_model, transformers_greedy
+from tests.tiny_models import prompt, tiny_model, transformers_greedy
 from tests.toy_tokenizer import character_tokenizer
 
 PLANS = {
@@ -71,7 +71,7 @@ def borrowed():
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", ["llama", "llama-dynamic-rope", "mistral-window", "qwen2", "qwen3"])
 def test_after_a_call(family, plan):
     hf_model = copy.deepcopy(agreeing_model(family))
     before = snapshot(hf_model)
@@ -164,7 +164,7 @@ ROLES = {
 
 
 @pytest.mark.parametrize("error", [Fault(), KeyboardInterrupt()], ids=["fault", "interrupt"])
-@pytest.mark.parametrize("calls", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("calls", [0, 1, 2, 9])
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("plan", ["plain", "exit"])
 def test_after_a_fault_in_the_callers_own_code(borrowed, plan, role, calls, error):
