@@ -113,6 +113,8 @@ class Model:
         Raises:
             LayerSkipError: one of its kinds, before the model has run, for whatever is wrong with the call.
         """
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise InputError(f"got streamer={streamer!r}; expected a transformers streamer, with put() and end().")
         request = self.check(inputs, **options)
         if streamer is not None:
             _refuse_streamed_batch(request)
@@ -171,17 +173,16 @@ class Model:
             CheckpointError: it cannot be loaded.
         """
         source = plan.draft_model
+        if not isinstance(source, (str, os.PathLike, Model, PreTrainedModel)):
+            raise PlanError(
+                f"got a draft model of type {type(source).__name__}; expected a path, a hub id, or a loaded model."
+            )
         with self._loading:
             if source not in self._draft_models:
                 if isinstance(source, Model):
                     draft = source
                 elif isinstance(source, PreTrainedModel):
                     draft = Model(source)
-                elif not isinstance(source, (str, os.PathLike)):
-                    raise PlanError(
-                        f"got a draft model of type {type(source).__name__}; expected a path, a hub id, or a loaded "
-                        "model."
-                    )
                 else:
                     draft = load(source, dtype=self.decoder.dtype, device=self.decoder.device)
                 _check_draft_model(self, draft)

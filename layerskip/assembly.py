@@ -43,7 +43,9 @@ def build_engine(
     settings, plan, device = request.settings, request.plan, decoder.device
     lengths = [len(prompt) for prompt in request.prompts]
     limits = [min(settings.longest(length), decoder.max_positions) for length in lengths]
-    max_drafts = plan.num_draft_tokens if plan is not None else 0
+    # No draft can be longer than what a row may still emit, whatever the plan allows.
+    room = max(limit - length for limit, length in zip(limits, lengths, strict=True))
+    max_drafts = min(plan.num_draft_tokens, room) if plan is not None else 0
     processors = make_processors(settings, request.caller_processors, lengths, str(device))
     context = DraftContext(
         sampler=Sampler(processors, settings.do_sample),

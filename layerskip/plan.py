@@ -46,7 +46,7 @@ class DraftPlan:
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
     confidence_threshold: float = 0.0
     target: ModelIdentity | None = None
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without a model.
@@ -235,7 +235,7 @@ def _at_least(least: int, name: str, value: Any, expected: str) -> int:
 
 def _probability(name: str, value: Any) -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(value) <= 1:
+    if not is_number or not 0 <= value <= 1:
         raise _refused(name, value, "a probability from 0 to 1")
     return float(value)
 

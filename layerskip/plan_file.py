@@ -61,7 +61,7 @@ def from_dict(plan_class: type[DraftPlan], content: Any) -> DraftPlan:
 
 def save(plan: DraftPlan, path: str | os.PathLike[str]) -> None:
     """`DraftPlan.save`: the file appears whole or not at all, and a failure leaves nothing else behind."""
-    file = Path(path)
+    file = _as_path(path)
     content = to_dict(replace(plan, draft_model=_portable(plan.draft_model, file.parent)))
     try:
         text = json.dumps(content, indent=2) + "\n"
@@ -79,7 +79,7 @@ def save(plan: DraftPlan, path: str | os.PathLike[str]) -> None:
 
 def load(plan_class: type[DraftPlan], path: str | os.PathLike[str]) -> DraftPlan:
     """`DraftPlan.load`."""
-    file = Path(path)
+    file = _as_path(path)
     data = _read(file)
     try:
         plan = from_dict(plan_class, json.loads(data.decode("utf-8")))
@@ -88,6 +88,12 @@ def load(plan_class: type[DraftPlan], path: str | os.PathLike[str]) -> DraftPlan
         raise type(error)(f"{file}: {error}") from error
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, an endless number
         raise PlanError(f"got {file}, which is not JSON ({error}); expected a draft plan.") from error
+
+
+def _as_path(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanError(f"got {path!r} as the path of a plan; expected a string or a path.")
+    return Path(path)
 
 
 def _read(file: Path) -> bytes:

@@ -144,11 +144,11 @@ def make_request(
         raise InputError(f"got {got}; expected one of inputs and input_ids.")
     config, seed = given.pop("generation_config", None), given.pop("seed", None)
     processors, criteria = given.pop("logits_processor", None), given.pop("stopping_criteria", None)
-    acceptance_rule, pass_width = given.pop("acceptance_rule", None) or "maximal", given.pop("pass_width", None)
+    acceptance_rule, pass_width = given.pop("acceptance_rule", None), given.pop("pass_width", None)
     drafting = {name: given.pop(name) for name in ("plan", *_SWITCHES) if name in given}
     settings = resolve_settings(checkpoint_config, config, given, (*CallOptions.__annotations__, "streamer"))
     plan = _effective_plan(drafting, (config, checkpoint_config))
-    _check_pass_width(pass_width, plan)
+    _check_pass_width(pass_width, plan, max_positions)
     inputs, copies = input_ids if inputs is None else inputs, settings.num_return_sequences
     prompts = encode(inputs, tokenizer, attention_mask)
     _check_ids(settings, vocab_size)
@@ -158,7 +158,7 @@ def make_request(
         prompts=prompts,
         settings=settings,
         plan=plan,
-        acceptance_rule=acceptance_rule,
+        acceptance_rule="maximal" if acceptance_rule is None else acceptance_rule,
         seeds=_row_seeds(seed, len(prompts)),
         caller_processors=LogitsProcessorList(_listed("logits_processor", processors)),
         caller_criteria=StoppingCriteriaList(_listed("stopping_criteria", criteria)),
@@ -223,12 +223,12 @@ def _listed(name: str, value: Any) -> Sequence[Any]:
     return value or ()
 
 
-def _check_pass_width(pass_width: Any, plan: DraftPlan | None) -> None:
+def _check_pass_width(pass_width: Any, plan: DraftPlan | None, max_positions: int) -> None:
     least = 1 + (plan.num_draft_tokens if plan else 0)
-    if pass_width is not None and not (type(pass_width) is int and pass_width >= least):
+    if pass_width is not None and not (type(pass_width) is int and least <= pass_width <= max(least, max_positions)):
         raise SettingError(
-            f"got pass_width={pass_width!r}; expected an integer of at least {least}: the newest token and the plan's "
-            "draft tokens."
+            f"got pass_width={pass_width!r}; expected an integer from {least} (the newest token and the plan's draft "
+            f"tokens) to the model's {max_positions:,} positions."
         )
 
 

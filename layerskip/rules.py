@@ -112,9 +112,10 @@ def make_rule(name: str, seeds: Tensor, sampled: bool) -> AcceptanceRule:
     Raises:
         SettingError: there is no such rule.
     """
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         raise SettingError(
-            f"got acceptance_rule={name!r}; expected one of {', '.join(map(repr, RULES))}.{did_you_mean(name, RULES)}"
+            f"got acceptance_rule={name!r}; expected one of {', '.join(map(repr, RULES))}."
+            f"{did_you_mean(str(name), RULES)}"
         )
     return RULES[name](seeds, sampled)
 

@@ -22,6 +22,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from layerskip.errors import SettingError
+
 __all__ = ["Sampler"]
 
 # They never look at the prefix, so all rows and positions can go through them in one call.
@@ -115,7 +117,13 @@ class Sampler:
 
     def _call(self, row: int, prefixes: Tensor, scores: Tensor) -> Tensor:
         call: Any = self.processors[row]  # annotated with tensor types of torch's legacy constructors
-        processed: Tensor = call(prefixes, scores)
+        processed = call(prefixes, scores)
+        if not isinstance(processed, Tensor) or processed.shape != scores.shape or not processed.is_floating_point():
+            got = f"{processed.dtype} {tuple(processed.shape)}" if isinstance(processed, Tensor) else repr(processed)
+            raise SettingError(
+                f"got {got} from the logits processors; expected scores of shape {tuple(scores.shape)}. Check that "
+                "each of yours returns the scores it was given, changed or not."
+            )
         return processed
 
 

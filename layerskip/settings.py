@@ -227,7 +227,7 @@ def _as_ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     ids = value.tolist() if hasattr(value, "tolist") else value
     ids = [ids] if isinstance(ids, int) else ids
-    if not (isinstance(ids, (list, tuple)) and all(type(each) is int and each >= 0 for each in ids)):
+    if not (isinstance(ids, (list, tuple)) and all(type(each) is int and 0 <= each < 2**31 for each in ids)):
         raise SettingError(f"got {name}={value!r}; expected one token id or a list of them.")
     return tuple(ids)
 
@@ -256,5 +256,5 @@ _RANGES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "no_repeat_ngram_size": _integer(0),
     "max_time": _number(lambda value: value > 0, "seconds, a number above 0"),
     "num_return_sequences": _integer(1),
-    "pad_token_id": _integer(0),
+    "pad_token_id": (int, lambda value: 0 <= value < 2**31, "a token id"),
 }

@@ -77,7 +77,14 @@ def make_stopping(
                 f"got stop_strings={list(settings.stop_strings)!r} on a model without tokenizer; stop strings are "
                 "matched on text. Pass one to wrap(model, tokenizer), or stop on token ids with eos_token_id."
             )
-        shared.append(Named("stop_string", StopStringCriteria(tokenizer, list(settings.stop_strings))))
+        try:
+            criterion = StopStringCriteria(tokenizer, list(settings.stop_strings))
+        except ValueError as error:
+            raise SettingError(
+                f"got stop_strings={list(settings.stop_strings)!r}, which this tokenizer cannot write; expected text "
+                "that its tokens can make up. Check for characters that it does not know."
+            ) from error
+        shared.append(Named("stop_string", criterion))
     shared += [Named("criteria", criterion) for criterion in own]
     if settings.max_time is not None:
         shared.append(Named("max_time", MaxTimeCriteria(settings.max_time)))

@@ -57,6 +57,8 @@ def _row(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
         raise InputError(
             "got text on a model without tokenizer; expected token ids. Pass a tokenizer to wrap(model, tokenizer)."
         )
+    parts = [prompt] if isinstance(prompt, str) else [str(part) for message in prompt for part in message.values()]
+    _refuse_broken_text("\n".join(parts))
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
@@ -74,6 +76,17 @@ def _row(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     return list(encoded["input_ids"])
 
 
+def _refuse_broken_text(text: str) -> None:
+    """Half a surrogate pair stands for a byte that was no UTF-8; tokenizers take neither."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"got text with a character that is none ({error.object[error.start]!r} at {error.start}); expected valid "
+            "Unicode. Was the input in another encoding than UTF-8?"
+        ) from error
+
+
 def _from_tensor(inputs: Tensor) -> list[list[int]]:
     if inputs.is_floating_point() or inputs.dtype == torch.bool or inputs.dim() not in (1, 2):
         raise InputError(f"got a tensor of {inputs.dtype} and shape {tuple(inputs.shape)} as prompt; {_EXPECTED}.")
@@ -84,9 +97,11 @@ def _from_tensor(inputs: Tensor) -> list[list[int]]:
 
 
 def _unpadded(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
-    mask = attention_mask.tolist() if isinstance(attention_mask, Tensor) else attention_mask
-    if mask and not isinstance(mask[0], Sequence):
+    mask = attention_mask.tolist() if hasattr(attention_mask, "tolist") else attention_mask
+    if isinstance(mask, Sequence) and mask and not isinstance(mask[0], Sequence):
         mask = [mask]
+    if not (isinstance(mask, Sequence) and all(isinstance(row, Sequence) for row in mask)):
+        raise InputError(f"got attention_mask={_shown(attention_mask)}; expected 0 and 1 in the shape of the prompts.")
     if [len(row) for row in rows] != [len(row) for row in mask]:
         raise InputError(
             f"got an attention_mask of row lengths {[len(row) for row in mask]} for prompts of "

@@ -99,10 +99,18 @@ def read_json_config(source: Source) -> dict[str, Any]:
             f"no config.json in {source.name!r}; it holds {_listing(source.folder)}. Expected a folder as "
             "save_pretrained writes it; for a GGUF file, pass its name as gguf_file."
         )
-    config = _read_json(file)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(config).__name__}; expected an object. {COPY_AGAIN}")
-    return config
+    # transformers passes over a broken generation_config.json, and with it over the checkpoint's own end-of-text ids.
+    generation_config = source.folder / "generation_config.json"
+    if generation_config.is_file():
+        _read_json_object(generation_config)
+    return _read_json_object(file)
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    content = _read_json(file)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(content).__name__}; expected an object. {COPY_AGAIN}")
+    return content
 
 
 def weight_files(source: Source, *, allow_pickled: bool, quantised: bool) -> list[Path]:

@@ -157,3 +157,67 @@ def test_loading_a_draft_model_is_not_on_the_clock_of_max_time(monkeypatch):
     model = layerskip.wrap(tiny_model("llama"))
     result = model.generate(prompt(), assistant_model="some/where", max_time=50.0, max_new_tokens=6, eos_token_id=None)
     assert result.finish_reasons == ["length"]
+
+
+class TestOddInputs:
+    """Each of these once escaped as a raw Python error."""
+
+    @pytest.fixture
+    def model(self):
+        return layerskip.wrap(tiny_model("llama"), character_tokenizer())
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            ({"stop_strings": "\N{GRINNING FACE}"}, "which this tokenizer cannot write"),
+            ({"eos_token_id": 2**63}, "expected one token id"),
+            ({"pad_token_id": 10**30}, "expected a token id"),
+            ({"pass_width": 10**30}, "expected an integer from 1"),
+            ({"acceptance_rule": False}, "got acceptance_rule=False"),
+            ({"acceptance_rule": 1}, "got acceptance_rule=1"),
+            ({"acceptance_rule": ["maximal"]}, "got acceptance_rule="),
+            ({"attention_mask": 1}, "got attention_mask=1"),
+            ({"attention_mask": {"a": 1}}, "got attention_mask="),
+            ({"streamer": True}, "got streamer=True"),
+            ({"assistant_model": ["x"]}, "got a draft model of type list"),
+            ({"logits_processor": [lambda ids, scores: None]}, "got None from the logits processors"),
+            ({"logits_processor": [lambda ids, scores: scores[:, :5]]}, "expected scores of shape"),
+        ],
+    )
+    def test_is_refused(self, model, call, message):
+        with pytest.raises(layerskip.LayerSkipError, match=message):
+            model.generate(prompt(), **call)
+
+    @pytest.mark.parametrize("text", ["\ud800", [{"role": "user", "content": "a\udcff"}]])
+    def test_broken_text_is_refused(self, model, text):
+        with pytest.raises(InputError, match="expected valid Unicode"):
+            model.generate(text)
+
+    @pytest.mark.parametrize("drafts", [10**6, 10**30])
+    def test_a_draft_length_beyond_all_room_costs_nothing(self, model, drafts):
+        plan = layerskip.DraftPlan.exit(2, num_draft_tokens=drafts)
+        result = model.generate(prompt(), plan=plan, max_new_tokens=8, eos_token_id=None)
+        assert torch.equal(result.sequences, transformers_greedy(model.hf_model, prompt(), max_new_tokens=8))
+        assert len(result.stats.accepted_histogram) <= 9
+
+    def test_a_numpy_mask_is_a_mask(self, model):
+        mask = torch.ones(1, 9).numpy()
+        assert model.generate(prompt(), attention_mask=mask).new_token_ids == model.generate(prompt()).new_token_ids
+
+
+def test_plans_hash_and_refuse_what_is_no_path():
+    assert len({layerskip.DraftPlan.exit(2), layerskip.DraftPlan.exit(2)}) == 1
+    for no_path in (None, 3):
+        with pytest.raises(layerskip.PlanError, match="expected a string or a path"):
+            layerskip.DraftPlan.load(no_path)
+    with pytest.raises(layerskip.PlanError, match="a probability from 0 to 1"):
+        layerskip.DraftPlan.exit(2, confidence_threshold=10**400)
+
+
+def test_a_broken_generation_config_is_refused(tmp_path):
+    """Transformers passes over it, and the checkpoint's own end-of-text ids with it."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    layerskip.load(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, ')
+    with pytest.raises(layerskip.CheckpointError, match="generation_config"):
+        layerskip.load(tmp_path)

@@ -78,7 +78,7 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """Read an integer of at least 1."""
-    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+    """Read an integer from 1 to what fits into 32 bits."""
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer of at least 1")
     return int(text)
