@@ -51,7 +51,7 @@ def test_an_output_that_goes_on(half):
     ids, output = greedy(half)
     difference = first_difference(half.hf_model, ids, output[:3], output)
     assert (difference.index, difference.token_a, difference.token_b) == (3, None, output[3])
-    assert difference.is_near_tie  # the token that follows is the target's own choice: the gap is 0, or rounding
+    assert not difference.is_near_tie  # lost tokens are no rounding, however small the gap
     assert first_difference(half.hf_model, ids, output, output[:3]).token_b is None
 
 

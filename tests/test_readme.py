@@ -61,4 +61,4 @@ def test_shell_commands(reference_checkpoint, tmp_path):
             timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}: {done.stderr}"
-        assert done.stdout
+        assert done.stdout or "--out" in command or command.startswith("export")
