@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# Beside other work on the machine, torch's threads wait for each other: two are many times slower than one.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -45,7 +47,7 @@ def test_linked_files_exist(name):
 @pytest.mark.smollm2
 def test_python_block(reference_checkpoint):
     code = blocks("python")[0].replace("path-or-hub-id", str(reference_checkpoint))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], env=ONE_THREAD, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "torch.Size([1, " in done.stdout
     assert done.stderr == ""
@@ -57,7 +59,7 @@ def test_shell_commands(reference_checkpoint, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in commands("layerskip"):
         done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+            ["bash", "-c", command], cwd=tmp_path, env={**ONE_THREAD, "PATH": path}, capture_output=True, text=True,
             timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}: {done.stderr}"
