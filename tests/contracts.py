@@ -192,6 +192,22 @@ class DrafterContract:
             for length in range(len(before), len(text)):
                 assert text[:length] in processor.seen
 
+    def test_processors_see_the_drafts_before_a_draft(self):
+        """On the draft's side too: its distributions would otherwise be those of other places, and rarely accepted."""
+        processor = PrefixBound()
+        engine = self.engine(processors=[processor])
+        engine.read_prompts()
+        processor.seen.clear()
+        lengths = list(engine.state.lengths)
+        with torch.no_grad():
+            draft = engine.drafter.propose(engine.state, [4, 4, 4])
+        expected = [
+            engine.state.token_ids[row, : length + offset].tolist()
+            for row, length in enumerate(lengths)
+            for offset in range(draft.num_drafted[row])
+        ]
+        assert processor.seen == [] or sorted(processor.seen) == sorted(expected)
+
     def test_the_models_last_position(self):
         """Catches drafts beyond the room that the row's limit leaves."""
         longest = self.target.config.max_position_embeddings
