@@ -124,6 +124,21 @@ def test_one_pass_width_makes_bfloat16_independent_of_the_draft(family):
             assert drafted.new_token_ids == plain.new_token_ids, (plan, num_draft_tokens)
 
 
+@pytest.mark.parametrize("plan", [None, DraftPlan.exit(2)], ids=["plain", "exit"])
+def test_one_pass_width_reads_the_same_number_of_slots(llama, monkeypatch, plan):
+    """On larger models attention over another number of slots rounds differently too; on tiny ones that rarely shows."""
+    shapes, attend = set(), Block.attend
+
+    def recorded(block, hidden, cache, span):
+        if block.index == NUM_LAYERS - 1 and span.starts[0] >= 9:  # past the prompt, where no draft goes
+            shapes.add((span.tokens, span.visible))
+        return attend(block, hidden, cache, span)
+
+    monkeypatch.setattr(Block, "attend", recorded)
+    wrap(llama).generate(prompt(), plan=plan, pass_width=6, max_new_tokens=12, eos_token_id=None)
+    assert shapes == {(6, 9 + 12 + 6)}
+
+
 class TestForcedDrafts:
     """Drafters that know the right continuation, or know what is wrong, and so force each branch of the round."""
 

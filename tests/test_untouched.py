@@ -194,11 +194,16 @@ def test_after_an_interruption_inside_a_block(borrowed, monkeypatch, plan, passe
 def test_after_a_real_ctrl_c(borrowed):
     """The signal arrives wherever the interpreter happens to be."""
     main = threading.get_ident()
+    # Started in the background, as by nohup, the process ignores the signal and this would go on for ever.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.15, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            borrowed.generate(prompt(), plan=DraftPlan.exit(2), **OPTIONS)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                borrowed.generate(prompt(), plan=DraftPlan.exit(2), **OPTIONS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     timer.join()
 
 
