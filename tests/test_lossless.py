@@ -126,7 +126,7 @@ def test_one_pass_width_makes_bfloat16_independent_of_the_draft(family):
 
 @pytest.mark.parametrize("plan", [None, DraftPlan.exit(2)], ids=["plain", "exit"])
 def test_one_pass_width_reads_the_same_number_of_slots(llama, monkeypatch, plan):
-    """On larger models attention over another number of slots rounds differently too; on tiny ones that rarely shows."""
+    """Attention over another number of slots rounds differently too, which on tiny models rarely shows."""
     shapes, attend = set(), Block.attend
 
     def recorded(block, hidden, cache, span):
