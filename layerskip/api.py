@@ -15,10 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from layerskip.assembly import build_engine
 from layerskip.drafters import DraftContext, Drafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
-from layerskip.errors import InputError, PlanError, PlanMismatchError, UnsupportedModelError
+from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.identity import ModelIdentity, identify
 from layerskip.models.decoder import Decoder
+from layerskip.models.inspection import Inspection, inspect_model
 from layerskip.models.loading import Device, DeviceMap, load_checkpoint
+from layerskip.models.preparation import Preparation
 from layerskip.plan import DraftPlan
 from layerskip.request import CallOptions, Request, make_request
 from layerskip.result import GenerationResult
@@ -37,12 +39,17 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     allow_pickled_weights: bool = False,
+    prepare: bool = True,
 ) -> Model:
     """Load a checkpoint from a folder, a GGUF file or a hub id.
 
-    Arguments and errors as in `layerskip.models.loading.load_checkpoint`.
+    Args:
+        prepare: bring the weights into the form that decodes fastest (`Model.prepare`); they are held once, in that
+            form. False leaves them as transformers loaded them.
+
+    Further arguments and errors as in `layerskip.models.loading.load_checkpoint`.
     """
-    return Model(
+    model = Model(
         *load_checkpoint(
             checkpoint,
             dtype=dtype,
@@ -54,13 +61,16 @@ def load(
             allow_pickled_weights=allow_pickled_weights,
         )
     )
+    if prepare:
+        model._prepare_in_place()
+    return model
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
     """Use a transformers model that is already in memory; its weights are shared and nothing of it is changed.
 
     What the model consists of now is what will run: after its modules are replaced (an adapter, a quantiser) or it is
-    moved or cast, wrap it again.
+    moved or cast, wrap it again. `Model.prepare` makes it faster, for the price of copies.
 
     Args:
         tokenizer: needed only for text.
@@ -78,7 +88,6 @@ class Model:
     It holds no state between calls, so several threads may use it, each with its own plan.
 
     Attributes:
-        hf_model: the transformers model whose weights are used.
         tokenizer: None when only token ids are used.
         decoder: its blocks, to be run one by one.
     """
@@ -90,7 +99,7 @@ class Model:
                 f"got a {type(hf_model).__name__}; expected a transformers model (PreTrainedModel). "
                 "For a path or hub id use layerskip.load."
             )
-        self.hf_model = hf_model
+        self._hf_model = hf_model
         self.tokenizer = tokenizer
         self.decoder = Decoder(hf_model)
         self._draft_models: dict[Any, Model] = {}
@@ -100,6 +109,52 @@ class Model:
     def identity(self) -> ModelIdentity:
         """Architecture and fingerprint, by which plans are checked."""
         return identify(self.hf_model)
+
+    @property
+    def name(self) -> str:
+        """Where the model came from: a path, a hub id, or nothing."""
+        return str(self._hf_model.name_or_path)
+
+    @cached_property
+    def inspection(self) -> Inspection:
+        """Sizes and parameter counts."""
+        return inspect_model(self._hf_model)
+
+    @property
+    def hf_model(self) -> PreTrainedModel:
+        """The transformers model whose weights are used.
+
+        If `load` released its weights for a faster form, the first access brings them back, to be held beside it.
+        """
+        self.decoder.restore_weights()
+        return self._hf_model
+
+    @property
+    def preparation(self) -> Preparation:
+        """What `prepare` (or `load`) did to the weights, and what it cost."""
+        return self.decoder.preparation
+
+    def prepare(self, *, pack: bool | None = None) -> Preparation:
+        """Make decoding faster by copies of the weights: fused where they read the same input, on the CPU packed.
+
+        On SmolLM2 in bfloat16 packing halves the time of a linear; it takes 0.15 s and as much memory as the weights.
+        Call it once, while nothing is decoding; what is prepared stays as it is. After it, changes to the model's
+        weights are refused, because they would not act.
+
+        Args:
+            pack: None packs where it can be done, False fuses only, True packs or raises.
+
+        Raises:
+            SettingError: `pack` is true and packing cannot be done; the message says why.
+        """
+        if not isinstance(pack, bool | None):
+            raise SettingError(f"got pack={pack!r}; expected True, False, or None to pack where it can be done.")
+        return self.decoder.prepare(pack=pack)
+
+    def _prepare_in_place(self) -> None:
+        """Prepare weights that nobody else has seen."""
+        self.identity  # noqa: B018 - reads the weights, while they can be read
+        self.decoder.prepare(in_place=True)
 
     def generate(self, inputs: Any = None, *, streamer: Any = None, **options: Unpack[CallOptions]) -> GenerationResult:
         """Decode to the end.
@@ -146,7 +201,7 @@ class Model:
     def check(self, inputs: Any = None, **options: Unpack[CallOptions]) -> Request:
         """Check a call without running it; arguments and errors as in `generate`, but for a draft model's own."""
         self.decoder.refuse_changes()
-        own_config: Any = self.hf_model.generation_config
+        own_config: Any = self._hf_model.generation_config
         named: Mapping[str, Any] = options
         decoder = self.decoder
         request = make_request(inputs, named, self.tokenizer, own_config, decoder.vocab_size, decoder.max_positions)

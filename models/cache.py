@@ -26,7 +26,8 @@ class KVCache:
     """Keys and values of every block.
 
     Attributes:
-        keys, values: one tensor a block, (batch, kv_heads, capacity, head_dim).
+        keys, values: one tensor a block, (batch, kv_heads, capacity, head_dim): the two halves of what is one tensor,
+            so that a pass writes both at once.
         lengths: committed positions of each row; slots from there on are free to be overwritten.
     """
 
@@ -41,17 +42,18 @@ class KVCache:
         devices: Sequence[torch.device],
     ) -> None:
         """Allocate for ``len(devices)`` blocks, block ``i`` on ``devices[i]``."""
-        shape = (batch, kv_heads, capacity, head_dim)
+        shape = (batch, 2 * kv_heads, capacity, head_dim)
         # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0 * NaN would be NaN.
         try:
-            self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
-            self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+            self._entries = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
         except RuntimeError as error:  # torch's out of memory, on CPU and CUDA
             gigabytes = 2 * len(devices) * batch * kv_heads * capacity * head_dim * dtype.itemsize / 1e9
             raise DecodingError(
                 f"got no memory for a cache of {batch} row(s) of {capacity:,} positions, {gigabytes:.1f} GB. "
                 "Lower max_new_tokens, shorten the prompt, or decode fewer rows at once."
             ) from error
+        self.keys = [entries[:, :kv_heads] for entries in self._entries]
+        self.values = [entries[:, kv_heads:] for entries in self._entries]
         self.capacity = capacity
         self.lengths = [0] * batch
         # How far each block's entries are those of the full model: (blocks, batch). See check().
@@ -60,24 +62,24 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(entries.nbytes for entries in self._entries)
 
-    def write(self, block: int, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def write(self, block: int, new: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Store a pass's keys and values and return all that the pass may see.
 
         Args:
             block: index of the block.
-            keys, values: (batch, tokens, kv_heads, head_dim) for the positions of `span`.
+            new: (batch, tokens, 2 * kv_heads, head_dim) for the positions of `span`: all keys, then all values.
 
         Returns:
             Views of keys and values, (batch, kv_heads, span.visible, head_dim).
         """
-        for stored, new in ((self.keys[block], keys), (self.values[block], values)):
-            if span.start is not None:
-                stored[:, :, span.start : span.end] = new.transpose(1, 2)
-            else:
-                stored[span.rows, :, span.positions] = new
-        return self.keys[block][:, :, : span.visible], self.values[block][:, :, : span.visible]
+        entries = self._entries[block]
+        if span.start is not None:
+            entries.narrow(2, span.start, span.tokens).copy_(new.transpose(1, 2))
+        else:
+            entries[span.rows, :, span.positions] = new
+        return self.keys[block].narrow(2, 0, span.visible), self.values[block].narrow(2, 0, span.visible)
 
     def note(self, blocks: Sequence[int], span: Span, exact_blocks: int) -> None:
         """Record that `blocks` were written by a pass whose first `exact_blocks` blocks saw the full model's states.
@@ -114,6 +116,6 @@ class KVCache:
         assert (self._exact == np.asarray(self.lengths)).all(), (
             f"lengths {self.lengths}, blocks hold {self._exact.tolist()}"
         )
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._entries:
             for row, length in enumerate(self.lengths):
                 assert tensor[row, :, :length].isfinite().all(), f"row {row} holds values that are not finite"

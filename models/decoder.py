@@ -9,17 +9,21 @@ Shapes: token ids (batch, tokens); hidden states (batch, tokens, hidden_size); l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from layerskip.errors import UnsupportedModelError
 from layerskip.models.block import Block
 from layerskip.models.borrowed import BorrowedModules
 from layerskip.models.cache import KVCache
 from layerskip.models.families import family_of, geometry_of, sliding_windows
-from layerskip.models.linears import linear
+from layerskip.models.linears import Linears
+from layerskip.models.norms import norm
+from layerskip.models.preparation import Preparation, prepare_linears
 from layerskip.models.rotary import Rotary
 from layerskip.models.span import Span
 
@@ -39,6 +43,7 @@ class Decoder:
 
     Attributes:
         full_path: all blocks, whole.
+        preparation: what `prepare` has done so far.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,19 +58,22 @@ class Decoder:
         family, geometry = family_of(self.architecture), geometry_of(model.config)
         self._modules = BorrowedModules(model)
         take: Callable[[str], Any] = self._modules.take
-        self.embedding, self.final_norm, head = take(family.embedding), take(family.final_norm), take(family.head)
-        self.head = linear(head)
-        self._norm_device, self._head_device = (next(each.parameters()).device for each in (self.final_norm, head))
+        self.embedding, final_norm, head = take(family.embedding), take(family.final_norm), take(family.head)
+        self.final_norm, self.head = norm(final_norm), Linears(head)
+        self._norm_device, self._head_device = (next(each.parameters()).device for each in (final_norm, head))
         self.vocab_size, self.max_positions = geometry.vocab_size, geometry.max_positions
         self.group, self.kv_heads, self.head_dim = geometry.group, geometry.kv_heads, geometry.head_dim
         self.dtype: torch.dtype = next(self.embedding.parameters()).dtype
         self.blocks = [
-            Block(self._modules.within(f"{family.layers}.{index}"), index, family, self.head_dim, window)
+            Block(self._modules.within(f"{family.layers}.{index}"), index, family, geometry, window)
             for index, window in enumerate(sliding_windows(model.config))
         ]
         self.device = self.blocks[0].device
         self.full_path = tuple(Step(index) for index in range(len(self.blocks)))
         self._rotary = Rotary(take(family.rotary), self.dtype)
+        self._is_tied = head.weight is self.embedding.weight
+        self._linears = [self.head, *(group for block in self.blocks for group in block.linears)]
+        self.preparation = Preparation()
         self._modules.refuse_bypassed()
 
     def refuse_changes(self) -> None:
@@ -75,6 +83,25 @@ class Decoder:
             UnsupportedModelError: a module was replaced or hooked, or the model was moved or cast.
         """
         self._modules.refuse_changes()
+        if any(group.is_stale() for group in self._linears):
+            raise UnsupportedModelError(
+                "got a model whose weights were changed after they were copied by prepare(), so the change would not "
+                "act. Wrap it again, and prepare it after the last change."
+            )
+
+    def prepare(self, *, pack: bool | None = None, in_place: bool = False) -> Preparation:
+        """Make the linears faster; arguments and errors as in `prepare_linears`. Not while something is decoding."""
+        self.refuse_changes()
+        shared = [self.head] if self._is_tied else []
+        self.preparation = prepare_linears(self._linears, shared, pack=pack, in_place=in_place)
+        return self.preparation
+
+    def restore_weights(self) -> None:
+        """Give the model's modules back the weights that `prepare` released, for those who use the model itself."""
+        for group in self._linears:
+            group.restore()
+        copied = sum(group.copied_bytes for group in self._linears)
+        self.preparation = replace(self.preparation, extra_bytes=copied)
 
     @property
     def num_blocks(self) -> int:

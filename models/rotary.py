@@ -15,20 +15,20 @@ from torch import Tensor
 
 from layerskip.errors import UnsupportedModelError
 
-__all__ = ["Rotary", "rotate"]
+__all__ = ["Rotary", "rotate_"]
 
 _SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head's halves by their position's angles (RoFormer, Su et al. 2021, in Llama's half layout).
+def rotate_(states: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate each head's halves by their position's angles, in place (RoFormer, Su et al. 2021, Llama's half layout).
 
     Args:
         states: (batch, tokens, heads, head_dim).
-        cos, sin: (batch or 1, tokens, 1, head_dim / 2).
+        cos, sin: (batch or 1, tokens, 1, head_dim), as `Rotary.tables` has them.
     """
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    swapped = states.roll(states.shape[-1] // 2, dims=-1)
+    states.mul_(cos).addcmul_(swapped, sin)
 
 
 class Rotary:
@@ -54,7 +54,10 @@ class Rotary:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines on `device` for at least the positions ``0 … length - 1``: each (length, head_dim / 2)."""
+        """Cosines and sines on `device` for at least the positions ``0 … length - 1``: each (length, head_dim).
+
+        The sines of the first half are negated, so that ``states * cos + swapped halves * sin`` is the rotation.
+        """
         tables = self._tables.get(device)
         if tables is None or len(tables[0]) < length:
             # Doubling: a growing conversation recomputes its tables a logarithmic number of times. Rebinding one
@@ -65,7 +68,5 @@ class Rotary:
     def _compute(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inverse_frequencies
         # Computed in float32 whatever the dtype, as transformers does, so that float64 agrees with it to the last bit.
-        return (
-            (angles.cos() * self._scaling).to(device, self._dtype),
-            (angles.sin() * self._scaling).to(device, self._dtype),
-        )
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        return torch.cat((cos, cos), -1).to(device, self._dtype), torch.cat((-sin, sin), -1).to(device, self._dtype)

@@ -80,7 +80,7 @@ class Span:
 
     @cached_property
     def rotary(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each (batch or 1, tokens, 1, head_dim / 2)."""
+        """Cosines and sines, each (batch or 1, tokens, 1, head_dim)."""
         cos, sin = self._tables(self.visible, self._device)
         if self.start is not None:
             cos, sin = cos[None, self.start : self.end], sin[None, self.start : self.end]

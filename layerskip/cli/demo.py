@@ -14,7 +14,6 @@ from layerskip.api import Model
 from layerskip.cli.plan_command import describe_path
 from layerskip.cli.terminal import DRAFTED, has_colours, make_console, show_stream
 from layerskip.exactness import Difference, first_difference
-from layerskip.models.inspection import inspect_model
 from layerskip.plan import DraftPlan
 from layerskip.result import GenerationResult
 from layerskip.stats import DecodeStats
@@ -37,9 +36,9 @@ def run_demo(model: Model, plan: DraftPlan, prompt: str, *, max_new_tokens: int,
     width = plan.num_draft_tokens + 1 if same_width else None
     call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pass_width": width}
     model.generate(messages, plan=plan, **{**call, "max_new_tokens": 4})  # the first call is slower than the rest
-    cost = inspect_model(model.hf_model).draft_cost(plan.path(model.decoder.num_blocks))
+    cost = model.inspection.draft_cost(plan.path(model.decoder.num_blocks))
 
-    name = Path(str(model.hf_model.name_or_path)).name
+    name = Path(model.name).name
     dtype = str(model.decoder.dtype).removeprefix("torch.")
     console.print(f"{name}, {dtype} on {model.decoder.device}, {torch.get_num_threads()} threads")
     console.print(f"prompt: {prompt}\n", soft_wrap=True)

@@ -1,0 +1,78 @@
+"""Making a decoder's linears fast: fused where they read the same input, packed where the processor gains by it.
+
+What that costs in time and memory is part of the answer. It knows nothing of blocks or of how linears compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layerskip.errors import SettingError
+from layerskip.models.linears import Linears, packing_obstacle
+
+__all__ = ["Preparation", "prepare_linears"]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What was done to a decoder's linears, and what it cost.
+
+    Attributes:
+        packed, fused, as_they_were: groups of linears that read the same input, by what became of them.
+        extra_bytes: of weights that are now held beside the model's own.
+        seconds: that it took.
+        packing_obstacle: why nothing was packed; None: it was, or was not wanted.
+    """
+
+    packed: int = 0
+    fused: int = 0
+    as_they_were: int = 0
+    extra_bytes: int = 0
+    seconds: float = 0.0
+    packing_obstacle: str | None = None
+
+
+def prepare_linears(
+    groups: Sequence[Linears], shared: Sequence[Linears], *, pack: bool | None, in_place: bool
+) -> Preparation:
+    """Fuse and pack `groups`.
+
+    Args:
+        shared: of `groups`, those whose weight something else reads too (a head tied to the embedding).
+        pack: None packs where it can be done.
+        in_place: weights are held once, in their new form, and the model's modules give theirs up; else the new form is
+            a copy beside them.
+
+    Raises:
+        SettingError: `pack` is true and it cannot be done.
+    """
+    began = time.perf_counter()
+    obstacle, counts = None, {"packed": 0, "fused": 0, "as_they_were": 0}
+    for group in groups:
+        found = packing_obstacle(*_kind(group)) if group.is_plain and pack is not False else None
+        obstacle = obstacle or found
+        if found is not None and pack:
+            raise SettingError(f"got pack=True, but {found}. Leave pack out to pack only where it can be done.")
+        if group.is_plain and pack is not False and found is None:
+            group.pack(release=in_place and group not in shared)
+            counts["packed"] += 1
+        elif group.is_plain and len(group.modules) > 1:
+            group.fuse(in_place=in_place)
+            counts["fused"] += 1
+        else:
+            counts["as_they_were"] += 1
+    return Preparation(
+        **counts,
+        extra_bytes=sum(group.copied_bytes for group in groups),
+        seconds=time.perf_counter() - began,
+        packing_obstacle=obstacle,
+    )
+
+
+def _kind(group: Linears) -> tuple[torch.dtype, torch.device]:
+    weight = next(group.modules[0].parameters())
+    return weight.dtype, weight.device
