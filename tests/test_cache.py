@@ -31,7 +31,7 @@ def span_of(starts: Sequence[int], tokens: int, visible: int | None = None) -> S
 
 
 def states(batch: int, tokens: int, value: float = 1.0) -> torch.Tensor:
-    return torch.full((batch, tokens, KV_HEADS, HEAD_DIM), value)
+    return torch.full((batch, tokens, 2 * KV_HEADS, HEAD_DIM), value)
 
 
 def run_pass(
@@ -44,7 +44,7 @@ def run_pass(
     """What `Decoder.run` does to the cache."""
     span = span_of(starts, tokens)
     for block in blocks:
-        cache.write(block, states(len(starts), tokens), states(len(starts), tokens), span)
+        cache.write(block, states(len(starts), tokens), span)
     cache.note(blocks, span, exact_blocks)
 
 
@@ -180,7 +180,7 @@ def test_exactly_the_slots_of_the_pass_are_written(starts, tokens):
     """In the given block only; token, head and dimension each in its place."""
     cache = new_cache(batch=2)
     keys = torch.randn(2, tokens, KV_HEADS, HEAD_DIM)
-    cache.write(1, keys, -keys, span_of(starts, tokens))
+    cache.write(1, torch.cat((keys, -keys), dim=2), span_of(starts, tokens))
     expected = torch.zeros(2, KV_HEADS, CAPACITY, HEAD_DIM)
     for row, start in enumerate(starts):
         for token in range(tokens):
@@ -194,9 +194,19 @@ def test_exactly_the_slots_of_the_pass_are_written(starts, tokens):
 def test_a_pass_sees_the_slots_up_to_its_longest_row(starts, visible, seen):
     """As views of the cache itself: a copy of all keys at every step would cost more than the attention."""
     cache = new_cache(batch=2)
-    keys, values = cache.write(0, states(2, 2), states(2, 2), span_of(starts, 2, visible))
+    keys, values = cache.write(0, states(2, 2), span_of(starts, 2, visible))
     assert keys.shape == values.shape == (2, KV_HEADS, seen, HEAD_DIM)
     assert keys.data_ptr() == cache.keys[0].data_ptr() and values.data_ptr() == cache.values[0].data_ptr()
+
+
+def test_keys_and_values_are_halves_of_one_tensor():
+    """So that a pass writes both at once; catches halves that overlap or leave heads out."""
+    cache = new_cache(batch=2)
+    for keys, values in zip(cache.keys, cache.values, strict=True):
+        assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+        assert keys.untyped_storage().nbytes() == keys.nbytes + values.nbytes
+        keys.fill_(1)
+        assert not values.any()
 
 
 def test_nothing_moves_while_decoding():

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from layerskip.errors import UnsupportedModelError
-from layerskip.models.rotary import Rotary, rotate
+from layerskip.models.rotary import Rotary, rotate_
 from tests.tiny_models import TINY_CONFIGS, tiny_model
 
 CPU = torch.device("cpu")
@@ -26,6 +26,12 @@ def transformers_tables(module: LlamaRotaryEmbedding, dtype: torch.dtype, length
     return cos[0], sin[0]
 
 
+def signed(sin: torch.Tensor) -> torch.Tensor:
+    """The sines as `rotate_` takes them: those of the first half negated."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["llama", *ROPES])
 def test_tables_are_transformers_to_the_last_bit(name, dtype):
@@ -33,9 +39,8 @@ def test_tables_are_transformers_to_the_last_bit(name, dtype):
     module = module_of(name)
     cos, sin = Rotary(module, dtype).tables(LONGEST, CPU)
     expected_cos, expected_sin = transformers_tables(module, dtype)
-    half = expected_cos.shape[1] // 2
-    assert torch.equal(cos[:LONGEST], expected_cos[:, :half])
-    assert torch.equal(sin[:LONGEST], expected_sin[:, :half])
+    assert torch.equal(cos[:LONGEST], expected_cos)
+    assert torch.equal(sin[:LONGEST], signed(expected_sin))
 
 
 def test_the_scalings_differ():
@@ -46,12 +51,36 @@ def test_the_scalings_differ():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_rotation_is_transformers_to_the_last_bit(dtype):
+def test_rotation_is_transformers_up_to_one_rounding(dtype):
+    """The sum of both products is rounded once where transformers rounds each product, so low precision may differ."""
     states = torch.randn(2, 5, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     cos, sin = transformers_tables(module_of("llama"), dtype, length=5)
     expected, _ = apply_rotary_pos_emb(states, states, cos[None], sin[None], unsqueeze_dim=2)
-    half = cos.shape[1] // 2
-    assert torch.equal(rotate(states, cos[None, :, None, :half], sin[None, :, None, :half]), expected)
+    rotate_(states, cos[None, :, None], signed(sin)[None, :, None])
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(states, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_rotation_is_in_place_and_only_of_the_heads_it_is_given():
+    """Queries, keys and values are one tensor; values, and what lies before, stay as they are."""
+    states = torch.randn(2, 5, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before, (cos, sin) = states.clone(), transformers_tables(module_of("llama"), torch.float64, length=5)
+    expected, _ = apply_rotary_pos_emb(before, before, cos[None], sin[None], unsqueeze_dim=2)
+    rotate_(states[:, :, 1:4], cos[None, :, None], signed(sin)[None, :, None])
+    torch.testing.assert_close(states[:, :, 1:4], expected[:, :, 1:4])
+    assert torch.equal(states[:, :, 4:], before[:, :, 4:]) and torch.equal(states[:, :, :1], before[:, :, :1])
+
+
+def test_each_row_is_rotated_by_its_own_positions():
+    """Rows of a batch stand at different lengths; catches tables that are taken for all rows from the first."""
+    cos, sin = (table[:, None] for table in Rotary(module_of("llama"), torch.float64).tables(9, CPU))
+    positions = torch.tensor([[0, 1], [6, 7]])
+    states = torch.randn(2, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone = states.clone()
+    rotate_(states, cos[positions], sin[positions])
+    for row, start in zip(alone, (0, 6), strict=True):
+        rotate_(row[None], cos[None, start : start + 2], sin[None, start : start + 2])
+    assert torch.equal(states, alone)
 
 
 def test_longer_tables_begin_with_the_shorter_ones():
