@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UnknownSettingError,
         UnsupportedModelError,
     )
+    from layerskip.governor.costs import CostRatios
     from layerskip.plan import DraftPlan
     from layerskip.result import GenerationResult
     from layerskip.stats import DecodeStats
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "CostRatios",
     "DecodeStats",
     "DecodingError",
     "DraftPlan",
@@ -51,6 +53,7 @@ __all__ = [
 # should not.
 _MODULES = {
     "api": ("Model", "load", "wrap"),
+    "governor.costs": ("CostRatios",),
     "plan": ("DraftPlan",),
     "result": ("GenerationResult",),
     "stats": ("DecodeStats",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, Unpack
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from layerskip.assembly import build_engine
-from layerskip.drafters import DraftContext, Drafter, ModelDrafter, SelfDrafter
+from layerskip.assembly import PlannedDrafter, build_engine
+from layerskip.drafters import LookupDrafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.identity import ModelIdentity, identify
@@ -217,7 +217,7 @@ class Model:
             CheckpointError: its draft model cannot be loaded.
         """
         plan.check(self.identity)
-        if not plan.is_self_draft:
+        if plan.draft_model is not None:
             self.draft_model(plan)
 
     def draft_model(self, plan: DraftPlan) -> Model:
@@ -245,21 +245,31 @@ class Model:
             return self._draft_models[source]
 
     def _engine(self, request: Request) -> Engine:
-        make_drafter = None if request.plan is None else self._drafter(request.plan)
-        return build_engine(self.decoder, request, make_drafter, self.tokenizer)
+        planned = {} if request.plan is None else self._planned(request.plan)
+        return build_engine(self.decoder, request, planned, self.tokenizer)
 
-    def _drafter(self, plan: DraftPlan) -> Callable[[DraftContext], Drafter]:
-        """What makes the drafter of `plan`; a draft model is loaded now, before any time is counted."""
+    def _planned(self, plan: DraftPlan) -> dict[str, PlannedDrafter]:
+        """The drafters of `plan`; a draft model is loaded now, before any time is counted."""
+        planned = {}
         if plan.is_self_draft:
-            return partial(SelfDrafter, self.decoder, plan.path(self.decoder.num_blocks))
-        draft = self.draft_model(plan)
-        draft.decoder.refuse_changes()
-        return partial(ModelDrafter, draft.decoder)
+            path = plan.path(self.decoder.num_blocks)
+            make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary)
+            ids = None if plan.draft_vocabulary is None else len(plan.draft_vocabulary)
+            planned["self"] = PlannedDrafter(make, self.inspection.draft_cost(path, ids), plan.num_draft_tokens)
+        elif plan.draft_model is not None:
+            draft = self.draft_model(plan)
+            draft.decoder.refuse_changes()
+            ratio = draft.inspection.step_parameters / self.inspection.step_parameters
+            planned["model"] = PlannedDrafter(partial(ModelDrafter, draft.decoder), ratio, plan.num_draft_tokens)
+        if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
+            planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens)
+        return planned
 
     def _result(self, request: Request, engine: Engine, commits: list[Commit]) -> GenerationResult:
         rows: list[list[Commit]] = [[] for _ in request.prompts]
         for commit in commits:
             rows[commit.row].append(commit)
+        engine.stats.costs = engine.governor.to_dict()
         new_token_ids = [[commit.token_id for commit in row] for row in rows]
         return GenerationResult(
             sequences=_padded(request, new_token_ids).to(self.decoder.device),

@@ -5,13 +5,16 @@ A run shares nothing with another but the weights, so that calls may overlap and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from layerskip.drafters import DraftContext, Drafter
 from layerskip.engine import Engine
+from layerskip.governor import Always, FixedCosts, Governor, MeasuredCosts, Source, WorthIt
 from layerskip.models.decoder import Decoder
 from layerskip.processing import make_processors
 from layerskip.request import Request
@@ -21,19 +24,41 @@ from layerskip.state import DecodeState
 from layerskip.stats import DecodeStats
 from layerskip.stopping import make_stopping
 
-__all__ = ["build_engine"]
+__all__ = ["MakeDrafter", "PlannedDrafter", "build_engine"]
+
+
+class MakeDrafter(Protocol):
+    """Makes a drafter for one call."""
+
+    def __call__(self, context: DraftContext, /) -> Drafter:
+        """See the class."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlannedDrafter:
+    """One of the drafters that a plan asks for.
+
+    Attributes:
+        cost_ratio: of one step in plain steps, by the parameters that it reads.
+        most: drafts a round.
+    """
+
+    make: MakeDrafter
+    cost_ratio: float
+    most: int
 
 
 def build_engine(
     decoder: Decoder,
     request: Request,
-    make_drafter: Callable[[DraftContext], Drafter] | None,
+    planned: Mapping[str, PlannedDrafter],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Engine:
     """Put together what `request` asks for.
 
     Args:
-        make_drafter: makes the drafter of the request's plan; None decodes plainly.
+        planned: the drafters of the request's plan, by name; none: plain decoding.
         tokenizer: for stop strings.
 
     Raises:
@@ -45,25 +70,34 @@ def build_engine(
     limits = [min(settings.longest(length), decoder.max_positions) for length in lengths]
     # No draft can be longer than what a row may still emit, whatever the plan allows.
     room = max(limit - length for limit, length in zip(limits, lengths, strict=True))
-    max_drafts = min(plan.num_draft_tokens, room) if plan is not None else 0
+    most = min(room, max((each.most for each in planned.values()), default=0))
     processors = make_processors(settings, request.caller_processors, lengths, str(device))
     context = DraftContext(
         sampler=Sampler(processors, settings.do_sample),
         rule=make_rule(request.acceptance_rule, torch.tensor(request.seeds, device=device), settings.do_sample),
-        eos_ids=torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device),
+        eos_ids=frozenset(settings.eos_token_id),
         confidence_threshold=plan.confidence_threshold if plan is not None else 0.0,
         vocab_size=decoder.vocab_size,
     )
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
-    cache = decoder.new_cache(len(lengths), max(limits) + (request.pass_width or max_drafts + 1))
+    cache = decoder.new_cache(len(lengths), max(limits) + (request.pass_width or most + 1))
     return Engine(
         decoder=decoder,
         state=DecodeState(request.prompts, limits, cache, device),
         context=context,
-        drafter=make_drafter(context) if make_drafter is not None else None,
-        max_drafts=max_drafts,
+        drafters={name: each.make(context) for name, each in planned.items()},
+        governor=_governor(request, planned, most),
         pass_width=request.pass_width,
-        stats=DecodeStats(accepted_histogram=[0] * (max_drafts + 1)),
+        stats=DecodeStats(accepted_histogram=[0] * (most + 1)),
         # Last: with it the clock of max_time begins to run.
         stopping=make_stopping(settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions),
     )
+
+
+def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:
+    sources = {name: Source(min(each.most, most), each.cost_ratio) for name, each in planned.items()}
+    if request.governor == "off" or not sources:
+        return Always(sources)
+    ratios = {name: each.cost_ratio for name, each in planned.items()}
+    costs = FixedCosts(request.cost_ratios, ratios) if request.governor == "fixed" else MeasuredCosts(ratios)
+    return WorthIt(sources, costs, len(request.prompts))

@@ -12,15 +12,17 @@ where a model came from; it changes nothing but its own `DecodeState`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerskip.drafters.base import Draft, DraftContext, Drafter, empty_draft
+from layerskip.draft import Draft, empty_draft, merged
+from layerskip.drafters.base import DraftContext, Drafter
 from layerskip.errors import DecodingError
+from layerskip.governor import Decision, Governor
 from layerskip.models.decoder import Decoder
 from layerskip.models.span import Span
 from layerskip.state import DecodeState
@@ -64,8 +66,8 @@ class Engine:
     """Decodes the rows of `state`.
 
     Attributes:
-        drafter: None decodes plainly.
-        max_drafts: most tokens to draft a round.
+        drafters: by name, in the order in which they draft; none: plain decoding.
+        governor: decides who drafts how much.
         pass_width: if given, every verification pass covers exactly this many tokens and reads the whole cache
             (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
     """
@@ -74,8 +76,8 @@ class Engine:
     state: DecodeState
     context: DraftContext
     stopping: list[RowStopping]
-    drafter: Drafter | None
-    max_drafts: int
+    drafters: Mapping[str, Drafter]
+    governor: Governor
     pass_width: int | None = None
     stats: DecodeStats = field(default_factory=DecodeStats)
 
@@ -85,7 +87,7 @@ class Engine:
         while any(self.state.active):
             yield from self.decode_round()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def read_prompts(self) -> list[Commit]:
         """Run the prompts through the full model; each row's first token comes out of it.
 
@@ -93,14 +95,14 @@ class Engine:
         accepted about one time in a hundred.
         """
         state, watch = self.state, Stopwatch(self.decoder.device)
-        if self.drafter is not None:
-            self.drafter.begin(state)
+        for drafter in self.drafters.values():
+            drafter.begin(state)
         lengths = list(state.lengths)
         span = self.decoder.span([0] * state.batch, max(lengths))
         hidden = self.decoder.run(self._embed(span), self.decoder.full_path, state.cache, span)
         last = torch.tensor(lengths, device=hidden.device) - 1
         logits = self.decoder.logits(hidden[state.rows.to(hidden.device), last].unsqueeze(1))
-        first = self._accept(empty_draft(self.context, state), logits)
+        first = self._accept(empty_draft(state), logits)
         self.stats.prompt_tokens += sum(lengths)
         commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row])]
         self.stats.new_tokens += len(commits)
@@ -108,31 +110,54 @@ class Engine:
         self.stats.prefill_s += watch.lap()
         return commits
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode_round(self) -> list[Commit]:
         """One round for all rows that are still decoding."""
         state, watch = self.state, Stopwatch(self.decoder.device)
-        state.round_index += 1
-        # A draft of all the room that is left would leave no place for the token that follows it.
-        limits = [min(self.max_drafts, max(0, state.room(row) - 1)) for row in range(state.batch)]
-        if self.drafter is not None and any(limits):
-            draft = self.drafter.propose(state, limits)
-        else:
-            draft = empty_draft(self.context, state)
-        self.stats.draft_s += watch.lap()
+        state.round_tensor += 1
+        # A draft of all the room that is left would leave no place for the token that follows it. -1: finished.
+        rooms = [state.room(row) - 1 for row in range(state.batch)]
+        decision = self.governor.decide(rooms, {name: each.outlook(state) for name, each in self.drafters.items()})
+        decide_s = watch.lap()
+        drafts, draft_s = self._draft(decision, watch)
+        draft = merged(list(drafts.values()), self.context.vocab_size) if drafts else empty_draft(state)
+        other_s = watch.lap()
         logits = self._verify(draft)
-        self.stats.verify_s += watch.lap()
+        verify_s = watch.lap()
         chosen = self._accept(draft, logits)
-        proposed = draft.num_drafted.tolist()
-        commits: list[Commit] = []
-        for row in range(state.batch):
-            if state.active[row]:
-                kept = self._commit_row(row, chosen[row])
-                self.stats.record_round(proposed[row], chosen[row].accepted, len(kept))
-                commits += kept
+        was_active = list(state.active)
+        commits = [
+            commit for row in range(state.batch) if was_active[row] for commit in self._commit_row(row, chosen[row])
+        ]
         self._end_round()
-        self.stats.host_s += watch.lap()
+        accepted = [each.accepted if active else None for each, active in zip(chosen, was_active, strict=True)]
+        self.governor.learn(decision, drafts, accepted)
+        self._record(drafts, accepted, commits)
+        host_s = decide_s + other_s + watch.lap()
+        self.governor.note_times(draft_s, draft.tokens.shape[1] + 1, verify_s + host_s)
+        self.stats.record_times(sum(seconds for _, seconds in draft_s.values()), verify_s, host_s)
         return commits
+
+    def _draft(self, decision: Decision, watch: Stopwatch) -> tuple[dict[str, Draft], dict[str, tuple[int, float]]]:
+        """The drafts of those drafters that are to draft, and each one's steps and seconds."""
+        drafts, times = {}, {}
+        for name, drafter in self.drafters.items():
+            if any(decision.limits[name]):
+                goes_on = self.governor.goes_on(name, decision)
+                drafts[name] = drafter.propose(self.state, decision.limits[name], goes_on)
+                times[name] = drafts[name].tokens.shape[1], watch.lap()
+        return drafts, times
+
+    def _record(self, drafts: Mapping[str, Draft], accepted: list[int | None], commits: list[Commit]) -> None:
+        """Count the round, row by row."""
+        kept = [0] * self.state.batch
+        for commit in commits:
+            kept[commit.row] += 1
+        for row, stood in enumerate(accepted):
+            if stood is not None:
+                source = next((name for name, draft in drafts.items() if draft.num_drafted[row]), "none")
+                proposed = drafts[source].num_drafted[row] if source in drafts else 0
+                self.stats.record_round(proposed, stood, kept[row], source)
 
     def _verify(self, draft: Draft) -> Tensor:
         """Target logits (batch, drafts + 1, vocab) behind the newest token and each draft.
@@ -159,17 +184,14 @@ class Engine:
         return self.decoder.embed(self.state.token_ids.gather(1, span.positions))
 
     def _accept(self, draft: Draft, logits: Tensor) -> list[Chosen]:
-        """Each row's accepted drafts and the token after them."""
+        """Each row's accepted drafts and the token after them, all written behind its committed tokens."""
         state, context = self.state, self.context
         counts = None if context.sampler.prefix_free else self._positions_that_matter(draft)
-        target_probs, valid = context.sampler.distribution(logits, state.token_ids, state.lengths, counts)
+        scores = context.sampler.scores(logits, state.token_ids, state.lengths, counts)
         positions = state.indices(0).unsqueeze(1) + torch.arange(logits.shape[1], device=state.token_ids.device)
-        acceptance = context.rule.accept(
-            draft.tokens, draft.probs, target_probs, draft.num_drafted, positions, state.round_index
-        )
-        num_valid = valid.long().cumprod(dim=1).sum(dim=1)
-        columns = (acceptance.accepted, acceptance.next_token, num_valid)
-        read_back = torch.cat((torch.stack(columns, dim=1), draft.tokens), dim=1)
+        acceptance = context.rule.accept(draft, scores, positions, state.round_tensor)
+        state.token_ids[state.rows, positions[state.rows, acceptance.accepted]] = acceptance.next_token
+        read_back = torch.cat((torch.stack(acceptance, dim=1), draft.tokens), dim=1)
         return [
             Chosen([*drafts[:accepted], next_token], accepted, num_valid)
             for accepted, next_token, num_valid, *drafts in read_back.tolist()
@@ -178,17 +200,15 @@ class Engine:
     def _positions_that_matter(self, draft: Draft) -> list[int]:
         """How many positions of each row may be committed: behind a drafted EOS, or a row's last draft, none."""
         counts = []
-        for row, (tokens, drafted) in enumerate(zip(draft.tokens.tolist(), draft.num_drafted.tolist(), strict=True)):
+        for row, (tokens, drafted) in enumerate(zip(draft.tokens.tolist(), draft.num_drafted, strict=True)):
             until_eos = (index for index in range(drafted) if tokens[index] in self.context.eos_ids)
             counts.append(1 + next(until_eos, drafted) if self.state.active[row] else 0)
         return counts
 
     def _commit_row(self, row: int, chosen: Chosen) -> list[Commit]:
-        """Append the chosen tokens until one of them ends the row."""
+        """Count the chosen tokens in, until one of them ends the row."""
         state, commits = self.state, []
-        begin, tokens = state.lengths[row], chosen.tokens
-        state.token_ids[row, begin : begin + len(tokens)] = torch.tensor(tokens, device=state.token_ids.device)
-        for index, token_id in enumerate(tokens):
+        for index, token_id in enumerate(chosen.tokens):
             # Only now: behind a stop there may well be no token, and plain decoding would never have asked for one.
             if index >= chosen.num_valid:
                 raise DecodingError(
@@ -197,7 +217,7 @@ class Engine:
                     "overflows in some models), or loosen bad_words_ids, suppress_tokens or your own processors."
                 )
             state.lengths[row] += 1
-            reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]])
+            reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]], token_id)
             commits.append(Commit(row, token_id, index < chosen.accepted, reason))
             if reason is not None:
                 state.active[row] = False
@@ -207,5 +227,5 @@ class Engine:
     def _end_round(self) -> None:
         """Every row's cache now holds all its committed tokens but the newest."""
         self.state.cache.commit([length - 1 for length in self.state.lengths])
-        if self.drafter is not None:
-            self.drafter.observe(self.state)
+        for drafter in self.drafters.values():
+            drafter.observe(self.state)

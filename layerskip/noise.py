@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-__all__ = ["Purpose", "exponential", "uniform", "wrap_seed"]
+__all__ = ["Purpose", "exponential", "exponential_at", "uniform", "wrap_seed"]
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -42,12 +42,8 @@ def uniform(seeds: Tensor, counters: Tensor, purpose: Purpose, size: int) -> Ten
     Returns:
         (batch, tokens, size), float64.
     """
-    stream = _mix(_mix(seeds + wrap_seed(_GOLDEN * purpose)).unsqueeze(1) + _GOLDEN * counters)
-    index = torch.arange(1, size + 1, device=counters.device)
-    bits = _mix(stream.unsqueeze(2) + index * _GOLDEN)
-    # 52 bits, not 53: with one more, adding a half rounds the largest number up to 1, whose logarithm is 0, and the
-    # 0 / 0 of a banned token would win the race.
-    return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+    indices = torch.arange(size, device=counters.device)
+    return _uniform_at(seeds[:, None, None], counters.unsqueeze(2), purpose, indices)
 
 
 def exponential(seeds: Tensor, counters: Tensor, purpose: Purpose, size: int) -> Tensor:
@@ -57,6 +53,19 @@ def exponential(seeds: Tensor, counters: Tensor, purpose: Purpose, size: int) ->
     without its two logarithms.
     """
     return uniform(seeds, counters, purpose, size).log_().neg_()
+
+
+def exponential_at(seeds: Tensor, counters: Tensor, purpose: Purpose, indices: Tensor) -> Tensor:
+    """Some of the numbers of `exponential`: the one at each of `indices`; all arguments have the result's shape."""
+    return _uniform_at(seeds, counters, purpose, indices).log_().neg_()
+
+
+def _uniform_at(seeds: Tensor, counters: Tensor, purpose: Purpose, indices: Tensor) -> Tensor:
+    stream = _mix(_mix(seeds + wrap_seed(_GOLDEN * purpose)) + _GOLDEN * counters)
+    bits = _mix(stream + (indices + 1) * _GOLDEN)
+    # 52 bits, not 53: with one more, adding a half rounds the largest number up to 1, whose logarithm is 0, and the
+    # 0 / 0 of a banned token would win the race.
+    return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def _mix(bits: Tensor) -> Tensor:

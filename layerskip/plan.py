@@ -1,7 +1,8 @@
 """The draft plan: how a model drafts. The thing a search finds and a person passes around, as one JSON file.
 
 A plan describes one draft path over the model's own blocks (a skip set, an exit, or both), or names another checkpoint
-that drafts. It knows nothing of how it is run, nor of its file's format (`plan_file.py`).
+that drafts; beside it or instead of it, drafts may be looked up in the text. It knows nothing of how it is run, nor of
+its file's format (`plan_file.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from layerskip.models.decoder import Step
 __all__ = ["DraftPlan"]
 
 DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_LOOKUP_TOKENS = 6
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How to draft. Make one with `exit`, `skip`, `model` or `load`; change one with `dataclasses.replace`.
+    """How to draft. Make one with `exit`, `skip`, `model`, `lookup` or `load`; change one with `dataclasses.replace`.
 
     Attributes:
         skip_attention, skip_mlp: layers whose sub-block the draft leaves out, ascending; all below `exit_layer`.
         exit_layer: number of leading layers the draft may use; None: all.
         draft_model: a path or hub id (or a loaded model) that drafts instead of the model itself.
-        num_draft_tokens: most tokens to draft a round.
+        draft_vocabulary: token ids that a self-draft scores, ascending; the others are never drafted. None: all. The
+            head of a large vocabulary costs as much as several blocks; acceptance stays exact.
+        num_draft_tokens: most tokens that the path, or the other model, drafts a round; 0: it drafts nothing.
+        lookup_tokens: most tokens a round that are copied from where the text last went on from the same words (prompt
+            lookup); 0: none. With both, each round uses the source that does better.
         confidence_threshold: a draft ends behind a token whose probability in the draft is below this; 0: never.
         target: the model the plan was made for; None: any that it fits.
         provenance: how it was found and measured; free-form, JSON.
@@ -43,7 +49,9 @@ class DraftPlan:
     skip_mlp: tuple[int, ...] = ()
     exit_layer: int | None = None
     draft_model: Any = None
+    draft_vocabulary: tuple[int, ...] | None = None
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    lookup_tokens: int = 0
     confidence_threshold: float = 0.0
     target: ModelIdentity | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -58,7 +66,10 @@ class DraftPlan:
         self._set("skip_mlp", _layers("skip_mlp", self.skip_mlp))
         if self.exit_layer is not None:
             self._set("exit_layer", _at_least(1, "exit_layer", self.exit_layer, "a layer count of at least 1"))
-        self._set("num_draft_tokens", _at_least(1, "num_draft_tokens", self.num_draft_tokens, "an integer from 1"))
+        for name in ("num_draft_tokens", "lookup_tokens"):
+            self._set(name, _at_least(0, name, getattr(self, name), "an integer from 0"))
+        if self.draft_vocabulary is not None:
+            self._set("draft_vocabulary", _vocabulary(self.draft_vocabulary))
         self._set("confidence_threshold", _probability("confidence_threshold", self.confidence_threshold))
         if isinstance(self.draft_model, os.PathLike):
             self._set("draft_model", os.fspath(self.draft_model))
@@ -73,6 +84,22 @@ class DraftPlan:
         object.__setattr__(self, name, value)
 
     def _check_combination(self) -> None:
+        if self.num_draft_tokens == self.lookup_tokens == 0:
+            raise PlanError(
+                "got a plan with num_draft_tokens=0 and lookup_tokens=0, which drafts nothing; expected one "
+                "of them to be 1 or more. For plain decoding pass plan=None."
+            )
+        has_path = self.skip_attention or self.skip_mlp or self.exit_layer is not None
+        if self.num_draft_tokens == 0 and (has_path or self.draft_model is not None or self.draft_vocabulary):
+            raise PlanError(
+                "got a plan with num_draft_tokens=0 that says how to draft; expected 1 or more draft tokens, or "
+                "none of skip_attention, skip_mlp, exit_layer, draft_model and draft_vocabulary."
+            )
+        if self.draft_model is not None and self.draft_vocabulary is not None:
+            raise PlanError(
+                "got a plan with both a draft model and a draft_vocabulary, which is for self-drafts; expected one of "
+                "them. Leave draft_vocabulary out."
+            )
         if self.draft_model is not None and (self.skip_attention or self.skip_mlp or self.exit_layer is not None):
             raise PlanError("got a plan with both a draft model and skipped layers or an exit; expected one of them.")
         for name in ("skip_attention", "skip_mlp"):
@@ -114,10 +141,23 @@ class DraftPlan:
         """Draft with another checkpoint of the same vocabulary: a path, a hub id, or a loaded model."""
         return cls.of(_joined({"draft_model": draft_model}, options))
 
+    @classmethod
+    def lookup(cls, lookup_tokens: int = DEFAULT_LOOKUP_TOKENS, **options: Any) -> DraftPlan:
+        """Draft only by looking up what followed the same words before, up to `lookup_tokens` a round.
+
+        To look up beside another way to draft, give that plan `lookup_tokens`.
+        """
+        return cls.of(_joined({"lookup_tokens": lookup_tokens, "num_draft_tokens": 0}, options))
+
     @property
     def is_self_draft(self) -> bool:
-        """Whether the model drafts for itself."""
-        return self.draft_model is None
+        """Whether the model drafts for itself (beside what may be looked up)."""
+        return self.draft_model is None and self.num_draft_tokens > 0
+
+    @property
+    def most_drafts(self) -> int:
+        """Most tokens that a round may draft."""
+        return max(self.num_draft_tokens, self.lookup_tokens)
 
     def path(self, num_layers: int) -> tuple[Step, ...]:
         """The sub-blocks that the draft runs on a model of `num_layers` layers.
@@ -162,6 +202,11 @@ class DraftPlan:
                 )
         if self.is_self_draft:
             self.path(identity.num_layers)
+        if self.draft_vocabulary is not None and self.draft_vocabulary[-1] >= identity.vocab_size:
+            raise PlanMismatchError(
+                f"got a plan with the token id {self.draft_vocabulary[-1]} in its draft_vocabulary on a model of "
+                f"{identity.vocab_size:,} ids. Make it with this model's own tokenizer."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values.
@@ -231,6 +276,18 @@ def _at_least(least: int, name: str, value: Any, expected: str) -> int:
     if is_bool or number < least:
         raise _refused(name, value, expected)
     return number
+
+
+def _vocabulary(ids: Any) -> tuple[int, ...]:
+    expected = "token ids from 0, at least one"
+    try:
+        listed = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        vocabulary = sorted({_at_least(0, "draft_vocabulary", each, expected) for each in listed})
+    except (TypeError, PlanError) as error:
+        raise _refused("draft_vocabulary", ids, expected) from error
+    if not vocabulary:
+        raise _refused("draft_vocabulary", ids, expected)
+    return tuple(vocabulary)
 
 
 def _probability(name: str, value: Any) -> float:

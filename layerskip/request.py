@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from layerskip.errors import InputError, SettingError
+from layerskip.errors import InputError, SettingError, did_you_mean
+from layerskip.governor.costs import CostRatios
 from layerskip.noise import wrap_seed
 from layerskip.plan import DraftPlan
 from layerskip.settings import DecodingSettings, resolve_settings
@@ -28,8 +29,12 @@ _Ids = int | Sequence[int]
 class CallOptions(TypedDict, total=False):
     """The keyword arguments of `Model.generate` and `Model.stream`; transformers' names mean what they mean there.
 
-    plan: a `DraftPlan`, the path of a plan file, or None for plain decoding. The `assistant_…` switches and
-        `num_assistant_tokens` are short forms of a plan; given here they go before those of a generation config.
+    plan: a `DraftPlan`, the path of a plan file, or None for plain decoding. The `assistant_…` switches,
+        `prompt_lookup_num_tokens` and `num_assistant_tokens` are short forms of a plan; given here they go before those
+        of a generation config. Lookup may be given beside another way to draft, and is then a second source.
+    governor: "measured" drafts only what is expected to gain time by what was measured during the call, "fixed" by
+        given `cost_ratios` (so that the decisions can be repeated), "off" drafts as much as the plan allows.
+    cost_ratios: a `layerskip.CostRatios`, for the governor "fixed".
     logits_processor: must be functions of (input_ids, scores). They are asked about drafted prefixes too, in rising
         order and more than once; one that keeps a state of its own per call would see tokens that are rejected later.
     seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's global generator.
@@ -44,8 +49,11 @@ class CallOptions(TypedDict, total=False):
     plan: DraftPlan | str | os.PathLike[str] | None
     assistant_early_exit: int | None
     assistant_model: Any
+    prompt_lookup_num_tokens: int | None
     num_assistant_tokens: int | None
     assistant_confidence_threshold: float | None
+    governor: str | None
+    cost_ratios: CostRatios | None
     generation_config: GenerationConfig | None
     logits_processor: LogitsProcessorList | None
     stopping_criteria: StoppingCriteriaList | None
@@ -76,8 +84,11 @@ class CallOptions(TypedDict, total=False):
 
 
 _LIMITS = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}
-_SWITCHES = ("assistant_early_exit", "assistant_model", *_LIMITS)
-_WAYS = dict.fromkeys(("plan", "assistant_early_exit", "assistant_model"))  # in the order in which errors name them
+_LOOKUP = "prompt_lookup_num_tokens"
+_SWITCHES = ("assistant_early_exit", "assistant_model", _LOOKUP, *_LIMITS)
+# In the order in which errors name them.
+_WAYS = dict.fromkeys(("plan", "assistant_early_exit", "assistant_model"))
+GOVERNORS = ("measured", "fixed", "off")
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class Request:
         seeds: one a row.
         caller_processors, caller_criteria: transformers' objects that the caller brought.
         given_prompts: the prompts as a tensor, padding included, if they came as one.
+        governor, cost_ratios: see `CallOptions`.
         pass_width: see `Engine`.
     """
 
@@ -99,6 +111,8 @@ class Request:
     seeds: list[int]
     caller_processors: LogitsProcessorList
     caller_criteria: StoppingCriteriaList
+    governor: str = "off"
+    cost_ratios: CostRatios = CostRatios()
     pass_width: int | None = None
     given_prompts: Tensor | None = None
 
@@ -115,6 +129,8 @@ class Request:
             **self.settings.to_dict(),
             "acceptance_rule": self.acceptance_rule,
             "seed": self.seeds,
+            "governor": self.governor if self.plan is not None else None,
+            "cost_ratios": asdict(self.cost_ratios) if self.plan is not None and self.governor == "fixed" else None,
             "pass_width": self.pass_width,
         }
 
@@ -145,10 +161,12 @@ def make_request(
     config, seed = given.pop("generation_config", None), given.pop("seed", None)
     processors, criteria = given.pop("logits_processor", None), given.pop("stopping_criteria", None)
     acceptance_rule, pass_width = given.pop("acceptance_rule", None), given.pop("pass_width", None)
+    governor, cost_ratios = given.pop("governor", None), given.pop("cost_ratios", None)
     drafting = {name: given.pop(name) for name in ("plan", *_SWITCHES) if name in given}
     settings = resolve_settings(checkpoint_config, config, given, (*CallOptions.__annotations__, "streamer"))
     plan = _effective_plan(drafting, (config, checkpoint_config))
     _check_pass_width(pass_width, plan, max_positions)
+    _check_governor(governor, cost_ratios, plan)
     inputs, copies = input_ids if inputs is None else inputs, settings.num_return_sequences
     prompts = encode(inputs, tokenizer, attention_mask)
     _check_ids(settings, vocab_size)
@@ -162,6 +180,8 @@ def make_request(
         seeds=_row_seeds(seed, len(prompts)),
         caller_processors=LogitsProcessorList(_listed("logits_processor", processors)),
         caller_criteria=StoppingCriteriaList(_listed("stopping_criteria", criteria)),
+        governor=governor or "measured",
+        cost_ratios=cost_ratios or CostRatios(),
         pass_width=pass_width,
         given_prompts=_as_given(inputs, copies),
     )
@@ -183,20 +203,19 @@ def _effective_plan(given: Mapping[str, Any], configs: Sequence[GenerationConfig
     of_configs = ({name: getattr(config, name, None) for name in _SWITCHES} for config in configs)
     sources = [given, *({name: value for name, value in each.items() if value is not None} for each in of_configs)]
     # The limits of a source weaker than the plan's do not touch it.
-    rank = next((rank for rank, source in enumerate(sources) if source.keys() & _WAYS), len(sources))
+    rank = next((rank for rank, source in enumerate(sources) if source.keys() & {*_WAYS, _LOOKUP}), len(sources))
     plan = _named_plan(sources[rank]) if rank < len(sources) else None
     limits: dict[str, Any] = {}
     for source in reversed(sources[: rank + 1]):
         limits |= {field: source[name] for name, field in _LIMITS.items() if source.get(name) is not None}
-    if plan is not None:
-        return replace(plan, **limits)
     # A config may hold such limits for those who draft; in the call they would silently do nothing.
     idle = [name for name in _LIMITS if given.get(name) is not None]
-    if idle:
+    if idle and (plan is None or plan.num_draft_tokens == 0):
         raise SettingError(
-            f"got {', '.join(idle)} without anything that drafts; pass plan= or assistant_early_exit= too."
+            f"got {', '.join(idle)} without anything that drafts by a model; pass plan= or assistant_early_exit= too"
+            + (f" (lookup is limited by {_LOOKUP})." if plan is not None else ".")
         )
-    return None
+    return replace(plan, **limits) if plan is not None and plan.num_draft_tokens else plan
 
 
 def _named_plan(source: Mapping[str, Any]) -> DraftPlan | None:
@@ -204,12 +223,17 @@ def _named_plan(source: Mapping[str, Any]) -> DraftPlan | None:
     named = [name for name in _WAYS if source.get(name) is not None]
     if len(named) > 1:
         raise SettingError(f"got {' and '.join(named)}, which each say how to draft; expected one of them.")
+    lookup_tokens = source.get(_LOOKUP)
     if not named:
-        return None
-    value = source[named[0]]
-    if named[0] == "assistant_early_exit":
+        return DraftPlan.lookup(lookup_tokens) if lookup_tokens is not None else None
+    plan = _plan_of(named[0], source[named[0]])
+    return plan if lookup_tokens is None else replace(plan, lookup_tokens=lookup_tokens)
+
+
+def _plan_of(way: str, value: Any) -> DraftPlan:
+    if way == "assistant_early_exit":
         return DraftPlan.exit(value)
-    if named[0] == "assistant_model":
+    if way == "assistant_model":
         return DraftPlan.model(value)
     plan = DraftPlan.load(value) if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(plan, DraftPlan):
@@ -224,12 +248,26 @@ def _listed(name: str, value: Any) -> Sequence[Any]:
 
 
 def _check_pass_width(pass_width: Any, plan: DraftPlan | None, max_positions: int) -> None:
-    least = 1 + (plan.num_draft_tokens if plan else 0)
+    least = 1 + (plan.most_drafts if plan else 0)
     if pass_width is not None and not (type(pass_width) is int and least <= pass_width <= max(least, max_positions)):
         raise SettingError(
             f"got pass_width={pass_width!r}; expected an integer from {least} (the newest token and the plan's draft "
             f"tokens) to the model's {max_positions:,} positions."
         )
+
+
+def _check_governor(governor: Any, cost_ratios: Any, plan: DraftPlan | None) -> None:
+    if governor is not None and governor not in GOVERNORS:
+        raise SettingError(
+            f"got governor={governor!r}; expected one of {', '.join(map(repr, GOVERNORS))}."
+            f"{did_you_mean(str(governor), GOVERNORS)}"
+        )
+    if cost_ratios is not None and not isinstance(cost_ratios, CostRatios):
+        raise SettingError(f"got cost_ratios={cost_ratios!r}; expected a layerskip.CostRatios.")
+    if cost_ratios is not None and governor != "fixed":
+        raise SettingError('got cost_ratios, which only the governor "fixed" uses; pass governor="fixed" too.')
+    if governor is not None and plan is None:
+        raise SettingError(f"got governor={governor!r} without anything that drafts; pass plan= too.")
 
 
 def _check_ids(settings: DecodingSettings, vocab_size: int) -> None:

@@ -1,42 +1,72 @@
-"""The two lossless acceptance rules: where their randomness comes from and which test of `verify.py` they apply.
+"""How tokens are chosen and drafts accepted: greedily, or by one of the two lossless rules for sampling.
 
 `maximal` accepts the most; what it emits for a seed depends on the draft. `invariant` ties the noise to (seed, row,
-position), so that a seed gives the same text whatever is drafted, drafts off included.
+position), so that a seed gives the same text whatever is drafted, drafts off included. Where their randomness comes
+from is here, the tests that they apply are in `verify.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from layerskip.draft import Draft
 from layerskip.errors import SettingError, did_you_mean
-from layerskip.noise import Purpose, exponential, uniform
-from layerskip.verify import Acceptance, accept_by_match, accept_by_ratio, race
+from layerskip.noise import Purpose, exponential, exponential_at, uniform
+from layerskip.sampling import distribution
+from layerskip.verify import accept_by_match, accept_by_ratio, race
 
-__all__ = ["RULES", "AcceptanceRule", "Invariant", "Maximal", "make_rule"]
+__all__ = ["RULES", "Acceptance", "AcceptanceRule", "Greedy", "Invariant", "Maximal", "draw_token", "make_rule"]
+
+
+class Acceptance(NamedTuple):
+    """What one verification decided.
+
+    Attributes:
+        accepted: (batch,), drafts that stand: the first rejected one and all after it fall.
+        next_token: (batch,), the token after them.
+        num_valid: (batch,), how many of a row's positions have a distribution at all; what is chosen from there on is
+            void.
+    """
+
+    accepted: Tensor
+    next_token: Tensor
+    num_valid: Tensor
 
 
 class AcceptanceRule(Protocol):
-    """Draws tokens and decides about drafts. Positions are (batch, tokens): where the drawn token will stand."""
+    """Chooses tokens and decides about drafts.
 
-    def draw(self, probs: Tensor, positions: Tensor, round_index: int) -> Tensor:
-        """Draw a draft token for each of `positions` from `probs` (batch, tokens, vocab): (batch, tokens)."""
+    Scores are (batch, tokens, vocab), as `Sampler.scores` gives them; positions (batch, tokens): where the chosen token
+    will stand.
+    """
+
+    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A draft token for each position, (batch, tokens), and its distribution (None: chosen, not drawn)."""
         ...
 
-    def accept(
-        self,
-        draft_tokens: Tensor,
-        draft_probs: Tensor,
-        target_probs: Tensor,
-        num_drafted: Tensor,
-        positions: Tensor,
-        round_index: int,
-    ) -> Acceptance:
-        """Decide about drafts; shapes as in `verify.accept_by_ratio`, `positions` (batch, drafts + 1)."""
+    def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
+        """Decide about `draft` by the target's scores at its positions and one more."""
         ...
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The likeliest token: no noise, and a draft stands if it is the target's own choice."""
+
+    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `AcceptanceRule.draw`."""
+        return scores.max(dim=-1).indices, None  # on the CPU four times as fast as argmax in bfloat16
+
+    def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
+        """See `AcceptanceRule.accept`."""
+        best, choices = target_scores.max(dim=-1)
+        valid = best > float("-inf")  # not of NaN
+        accepted = accept_by_match(draft.tokens, choices * valid, _counts(draft))
+        return Acceptance(*accepted, _leading(valid))
 
 
 @dataclass(frozen=True)
@@ -48,66 +78,46 @@ class Maximal:
     """
 
     seeds: Tensor  # (batch,), int64
-    sampled: bool  # False: distributions are one-hot and no noise is needed
 
-    def draw(self, probs: Tensor, positions: Tensor, round_index: int) -> Tensor:
+    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`."""
-        if not self.sampled:
-            return probs.argmax(dim=-1)
-        counters = _counters(positions, round_index)
-        return race(probs, exponential(self.seeds, counters, Purpose.TOKEN, probs.shape[-1]))
+        probs, _ = distribution(scores)
+        return draw_token(probs, self.seeds, _counters(positions, round_index), Purpose.TOKEN), probs
 
-    def accept(
-        self,
-        draft_tokens: Tensor,
-        draft_probs: Tensor,
-        target_probs: Tensor,
-        num_drafted: Tensor,
-        positions: Tensor,
-        round_index: int,
-    ) -> Acceptance:
+    def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`."""
-        drafts, vocab = draft_tokens.shape[1], target_probs.shape[-1]
-        if not self.sampled:
-            uniforms = exponentials = torch.ones((), dtype=torch.float64, device=target_probs.device)
-        else:
-            counters = _counters(positions, round_index)
-            uniforms = uniform(self.seeds, counters[:, :drafts], Purpose.ACCEPT, 1).squeeze(2)
-            exponentials = exponential(self.seeds, counters[:, :1], Purpose.CORRECTION, vocab).squeeze(1)
-        return accept_by_ratio(draft_tokens, draft_probs, target_probs, num_drafted, uniforms, exponentials)
+        target_probs, valid = distribution(target_scores)
+        counters = _counters(positions, round_index)
+        uniforms = uniform(self.seeds, counters[:, :-1], Purpose.ACCEPT, 1).squeeze(2)
+        accepted, residual = accept_by_ratio(draft.tokens, draft.probs, target_probs, _counts(draft), uniforms)
+        next_token = draw_token(residual.unsqueeze(1), self.seeds, counters[:, :1], Purpose.CORRECTION).squeeze(1)
+        return Acceptance(accepted, next_token, _leading(valid))
 
 
 @dataclass(frozen=True)
 class Invariant:
-    """Coupled sampling: draft and target draw with the same noise, keyed by seed and position only."""
+    """Drafts and target draw with the same noise, keyed by seed and position only."""
 
     seeds: Tensor  # (batch,), int64
-    sampled: bool
 
-    def draw(self, probs: Tensor, positions: Tensor, round_index: int) -> Tensor:
+    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`; `round_index` plays no part."""
-        if not self.sampled:
-            return probs.argmax(dim=-1)
-        return race(probs, exponential(self.seeds, positions, Purpose.TOKEN, probs.shape[-1]))
+        probs, _ = distribution(scores)
+        return draw_token(probs, self.seeds, positions, Purpose.TOKEN), probs
 
-    def accept(
-        self,
-        draft_tokens: Tensor,
-        draft_probs: Tensor,
-        target_probs: Tensor,
-        num_drafted: Tensor,
-        positions: Tensor,
-        round_index: int,
-    ) -> Acceptance:
-        """See `AcceptanceRule.accept`; `draft_probs` and `round_index` play no part."""
-        return accept_by_match(draft_tokens, self.draw(target_probs, positions, round_index), num_drafted)
+    def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
+        """See `AcceptanceRule.accept`; the draft's distributions and `round_index` play no part."""
+        target_probs, valid = distribution(target_scores)
+        target_tokens = draw_token(target_probs, self.seeds, positions, Purpose.TOKEN)
+        accepted = accept_by_match(draft.tokens, target_tokens, _counts(draft))
+        return Acceptance(*accepted, _leading(valid))
 
 
 RULES: dict[str, type[Maximal] | type[Invariant]] = {"maximal": Maximal, "invariant": Invariant}
 
 
 def make_rule(name: str, seeds: Tensor, sampled: bool) -> AcceptanceRule:
-    """Return the rule called `name`.
+    """Return the rule called `name`; without sampling both are `Greedy`.
 
     Raises:
         SettingError: there is no such rule.
@@ -117,8 +127,30 @@ def make_rule(name: str, seeds: Tensor, sampled: bool) -> AcceptanceRule:
             f"got acceptance_rule={name!r}; expected one of {', '.join(map(repr, RULES))}."
             f"{did_you_mean(str(name), RULES)}"
         )
-    return RULES[name](seeds, sampled)
+    return RULES[name](seeds) if sampled else Greedy()
 
 
-def _counters(positions: Tensor, round_index: int) -> Tensor:
+def draw_token(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose) -> Tensor:
+    """Draw from `probs` (batch, tokens, vocab) with the noise of (seed, counter, purpose): (batch, tokens), int64.
+
+    On the CPU noise is computed only for ids that can be drawn at all, a fiftieth of the time behind a top-k. On other
+    devices it is computed for all: finding those ids would make the host wait. The tokens are the same.
+    """
+    if probs.device.type != "cpu":
+        return race(probs, exponential(seeds, counters, purpose, probs.shape[-1]))
+    rows, tokens, ids = probs.nonzero(as_tuple=True)
+    arrivals = probs[rows, tokens, ids] / exponential_at(seeds[rows], counters[rows, tokens], purpose, ids)
+    return torch.zeros(probs.shape, dtype=arrivals.dtype).index_put_((rows, tokens, ids), arrivals).max(dim=-1).indices
+
+
+def _counts(draft: Draft) -> Tensor:
+    return torch.as_tensor(draft.num_drafted, device=draft.tokens.device)
+
+
+def _leading(valid: Tensor) -> Tensor:
+    """Count a row's positions before the first that is not valid: (batch,)."""
+    return valid.long().cumprod(dim=1).sum(dim=1)
+
+
+def _counters(positions: Tensor, round_index: Tensor) -> Tensor:
     return positions + (round_index << 32)

@@ -1,4 +1,4 @@
-"""From logits to the distribution that a token is drawn from: one function, for draft and target alike.
+"""From logits to the scores, and the distribution, that a token is drawn from: the same for draft and target.
 
 Processors and warpers are transformers' own (or the caller's) and see what they would see in plain decoding: the true
 prefix of each position, one token longer for each next position.
@@ -24,7 +24,7 @@ from transformers import (
 
 from layerskip.errors import SettingError
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "distribution"]
 
 # They never look at the prefix, so all rows and positions can go through them in one call.
 _PREFIX_FREE = (
@@ -38,24 +38,41 @@ _PREFIX_FREE = (
 )
 
 
+def distribution(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The distributions that `scores` (…, vocab) stand for.
+
+    Returns:
+        probs (…, vocab), and valid (…): False where there is no distribution (NaN, all tokens banned, an infinite
+        score); all probability is then on token 0.
+    """
+    # NaN is neither finite nor above anything, and an infinite best has an argmax but no softmax.
+    valid = scores.amax(dim=-1).isfinite()
+    probs = scores.softmax(dim=-1)
+    probs.masked_fill_(~valid.unsqueeze(-1), 0.0)
+    probs[..., 0].masked_fill_(~valid, 1.0)
+    return probs, valid
+
+
 class Sampler:
-    """Applies each row's processors, then softmax (sampling) or one-hot (greedy).
+    """Applies each row's processors.
 
     Attributes:
         prefix_free: no processor looks at the prefix.
+        is_bare: there are no processors at all.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessorList], do_sample: bool) -> None:
         """`processors` has one list a row: some of transformers' processors are made for a prompt length."""
         self.processors = tuple(processors)
         self.do_sample = do_sample
+        self.is_bare = not any(self.processors)
         self.prefix_free = all(type(each) in _PREFIX_FREE for row in self.processors for each in row)
         self._shared = all(row is self.processors[0] for row in self.processors)
 
-    def distribution(
+    def scores(
         self, logits: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int], counts: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Distributions of the next token.
+    ) -> Tensor:
+        """What remains of logits after the processors, (batch, tokens, vocab).
 
         Args:
             logits: (batch, tokens, vocab); those of token `t` follow ``token_ids[b, :prefix_lengths[b] + t]``.
@@ -65,27 +82,17 @@ class Sampler:
                 would never come up in plain decoding. None: all.
 
         Returns:
-            probs (batch, tokens, vocab), float32 or float64, and valid (batch, tokens): False where there is no
-            distribution (NaN, all tokens banned, an infinite logit under sampling); it is then all on token 0.
+            float32, or float64 of a float64 model. Greedy scores without processors stay the logits, in their dtype:
+            widening does not change which is the largest.
         """
-        scores = self._process(_widen(logits), token_ids, prefix_lengths, counts)
-        best, choice = scores.max(dim=-1)
-        # NaN is neither finite nor above anything. An infinite best has an argmax, but no softmax.
-        valid = best.isfinite() if self.do_sample else best > float("-inf")
-        if self.do_sample:
-            probs = scores.softmax(dim=-1)
-            if not valid.all():
-                probs[~valid] = 0.0
-                probs[..., 0].masked_fill_(~valid, 1.0)
-            return probs, valid
-        choice = choice * valid
-        return torch.zeros_like(scores).scatter_(-1, choice.unsqueeze(-1), 1.0), valid
+        if self.is_bare and not self.do_sample:
+            return logits
+        return self._process(_widen(logits), token_ids, prefix_lengths, counts)
 
     def _process(
         self, scores: Tensor, token_ids: Tensor, prefix_lengths: Sequence[int], counts: Sequence[int] | None
     ) -> Tensor:
-        """Scores (batch, tokens, vocab) after all processors."""
-        if not any(self.processors):
+        if self.is_bare:
             return scores
         if self.prefix_free and self._shared:
             return self._call(0, token_ids[:1], scores.flatten(0, 1)).view_as(scores)

@@ -26,7 +26,7 @@ class DecodeState:
         limits: the longest each row may become.
         active: rows that are still decoding.
         cache: keys and values of the full model (and of the drafts that share it).
-        round_index: rounds begun, for noise that must not repeat.
+        round_tensor: rounds begun, for noise that must not repeat: (), int64.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DecodeState:
         self.limits = list(limits)
         self.active = [True] * len(prompts)
         self.cache = cache
-        self.round_index = 0
+        self.round_tensor = torch.zeros((), dtype=torch.int64, device=device)
         self.rows = torch.arange(len(prompts), device=device)
 
     @property

@@ -25,9 +25,13 @@ class DecodeStats:
         drafted_by_offset: how often a draft was proposed at each offset and all before it in its round were accepted.
         accepted_by_offset: how often it was then accepted.
         accepted_histogram: rounds by number of accepted drafts, from 0 to the plan's most.
+        drafted_histogram: rounds by number of proposed drafts; those without any are plain steps.
+        rounds_by_source, proposed_by_source, accepted_by_source: by the drafter that the round's drafts came from,
+            "none" where there were none.
         prefill_s: the prompt's pass, up to the first new token (that of the draft model included).
         draft_s, verify_s: inside the drafter, and in the full model's passes.
         host_s: everything else of the rounds: distributions of the target, acceptance, stopping.
+        costs: the governor's last estimates of what a draft and a verification pass cost; empty without one.
     """
 
     prompt_tokens: int = 0
@@ -38,13 +42,18 @@ class DecodeStats:
     drafted_by_offset: list[int] = field(default_factory=list)
     accepted_by_offset: list[int] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=lambda: [0])
+    drafted_histogram: list[int] = field(default_factory=list)
+    rounds_by_source: dict[str, int] = field(default_factory=dict)
+    proposed_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
+    costs: dict[str, Any] = field(default_factory=dict)
 
-    def record_round(self, proposed: int, accepted: int, committed: int) -> None:
-        """Count one row's round: drafts proposed, drafts accepted, tokens kept (fewer when a stop cut them)."""
+    def record_round(self, proposed: int, accepted: int, committed: int, source: str = "none") -> None:
+        """Count one row's round: drafts proposed by `source`, drafts accepted, tokens kept (fewer when a stop cut)."""
         self.rounds += 1
         self.proposed += proposed
         self.round_tokens += committed
@@ -52,18 +61,27 @@ class DecodeStats:
         _count(self.accepted_histogram, [accepted])
         _count(self.drafted_by_offset, range(min(accepted + 1, proposed)))
         _count(self.accepted_by_offset, range(accepted))
+        _count(self.drafted_histogram, [proposed])
+        for counts, number in (
+            (self.rounds_by_source, 1),
+            (self.proposed_by_source, proposed),
+            (self.accepted_by_source, accepted),
+        ):
+            counts[source] = counts.get(source, 0) + number
+
+    def record_times(self, draft_s: float, verify_s: float, host_s: float) -> None:
+        """Add the seconds of a round."""
+        self.draft_s += draft_s
+        self.verify_s += verify_s
+        self.host_s += host_s
 
     @classmethod
     def pooled(cls, parts: Iterable[DecodeStats]) -> DecodeStats:
-        """Add up the counts and seconds of several calls."""
+        """Add up the counts and seconds of several calls; costs are those of the last call that knew some."""
         total = cls()
         for part in parts:
             for name, value in vars(part).items():
-                own = getattr(total, name)
-                added = (
-                    [a + b for a, b in zip_longest(own, value, fillvalue=0)] if isinstance(own, list) else own + value
-                )
-                setattr(total, name, added)
+                setattr(total, name, value or total.costs if name == "costs" else _sum(getattr(total, name), value))
         return total
 
     @property
@@ -123,6 +141,14 @@ class DecodeStats:
             "tokens_per_s",
         )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+def _sum(own: Any, other: Any) -> Any:
+    if isinstance(own, list):
+        return [a + b for a, b in zip_longest(own, other, fillvalue=0)]
+    if isinstance(own, dict):
+        return {name: own.get(name, 0) + other.get(name, 0) for name in {**own, **other}}
+    return own + other
 
 
 def _count(counts: list[int], indices: Sequence[int]) -> None:

@@ -1,4 +1,6 @@
-"""When a row is finished, and why: transformers' own criteria, asked once for every committed token.
+"""When a row is finished, and why: asked once for every committed token.
+
+Ends of text and lengths are compared on the host, where both are known; all else is transformers' own criteria.
 
 Because each token of an accepted draft is asked about in its turn, nothing is emitted, cached or streamed past a stop.
 """
@@ -12,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -39,17 +39,28 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True)
 class RowStopping:
-    """The criteria of one row, the most informative reason first."""
+    """When one row ends, the most informative reason first.
 
+    Attributes:
+        criteria: asked in this order, after an end of text and before the length.
+        longest: tokens, prompt included.
+        reason_at_longest: "length", or "max_positions" where the model has no more.
+    """
+
+    eos_ids: frozenset[int]
     criteria: Sequence[Named]
+    longest: int
+    reason_at_longest: FinishReason
 
-    def reason_to_stop(self, token_ids: Tensor) -> FinishReason | None:
-        """Ask about the newest of `token_ids`, (1, length) committed tokens, prompt included."""
+    def reason_to_stop(self, token_ids: Tensor, newest: int) -> FinishReason | None:
+        """Ask about `newest`, the last of `token_ids`, (1, length) committed tokens, prompt included."""
+        if newest in self.eos_ids:
+            return "eos"
         for reason, criterion in self.criteria:
             answer: Any = criterion(token_ids, None)  # a tensor of one a row; transformers takes a plain bool as well
             if bool(torch.as_tensor(answer).all()):
                 return reason
-        return None
+        return self.reason_at_longest if token_ids.shape[1] >= self.longest else None
 
 
 def make_stopping(
@@ -69,8 +80,6 @@ def make_stopping(
         SettingError: stop strings without a tokenizer.
     """
     shared = []
-    if settings.eos_token_id:
-        shared.append(Named("eos", EosTokenCriteria(list(settings.eos_token_id))))
     if settings.stop_strings:
         if tokenizer is None:
             raise SettingError(
@@ -88,10 +97,9 @@ def make_stopping(
     shared += [Named("criteria", criterion) for criterion in own]
     if settings.max_time is not None:
         shared.append(Named("max_time", MaxTimeCriteria(settings.max_time)))
-    return [RowStopping([*shared, _length(settings.longest(length), max_positions)]) for length in prompt_lengths]
+    return [_row(settings, shared, settings.longest(length), max_positions) for length in prompt_lengths]
 
 
-def _length(longest: int, max_positions: int) -> Named:
-    if longest <= max_positions:
-        return Named("length", MaxLengthCriteria(longest))
-    return Named("max_positions", MaxLengthCriteria(max_positions))
+def _row(settings: DecodingSettings, criteria: Sequence[Named], longest: int, max_positions: int) -> RowStopping:
+    reason = "length" if longest <= max_positions else "max_positions"
+    return RowStopping(frozenset(settings.eos_token_id), criteria, min(longest, max_positions), reason)

@@ -9,25 +9,10 @@ Distributions are *after* the same processors and warpers on both sides, and at 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Acceptance", "accept_by_match", "accept_by_ratio", "race"]
-
-
-class Acceptance(NamedTuple):
-    """What one verification decided.
-
-    Attributes:
-        accepted: (batch,), drafts that stand: the first rejected one and all after it fall.
-        next_token: (batch,), the token after them.
-    """
-
-    accepted: Tensor
-    next_token: Tensor
+__all__ = ["accept_by_match", "accept_by_ratio", "race"]
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:
@@ -43,13 +28,8 @@ def race(probs: Tensor, exponentials: Tensor) -> Tensor:
 
 
 def accept_by_ratio(
-    draft_tokens: Tensor,
-    draft_probs: Tensor,
-    target_probs: Tensor,
-    num_drafted: Tensor,
-    uniforms: Tensor,
-    exponentials: Tensor,
-) -> Acceptance:
+    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, num_drafted: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
     """Rejection sampling: accepts as often as any lossless rule can (Leviathan et al. 2023, alg. 1; Chen et al. 2023).
 
     1. Draft `x` at offset `i` stands if ``u <= target_probs[x] / draft_probs[x]`` and all before it stand.
@@ -61,30 +41,35 @@ def accept_by_ratio(
 
     Args:
         draft_tokens: (batch, drafts), int64.
-        draft_probs: (batch, drafts, vocab), the distribution each draft was drawn from.
+        draft_probs: (batch, drafts, vocab), the distribution each draft was drawn from; None: all one-hot.
         target_probs: (batch, drafts + 1, vocab).
         num_drafted: (batch,), how many of a row's drafts are real; the rest is padding.
         uniforms: (batch, drafts), float64 in (0, 1), independent of everything else.
-        exponentials: (batch, vocab) or a shape that broadcasts to it, standard exponential, likewise.
+
+    Returns:
+        The number of drafts that stand, (batch,), and what the token behind them is to be drawn from, up to a factor:
+        (batch, vocab).
     """
     drafts = draft_tokens.shape[1]
+    rows = torch.arange(len(draft_tokens), device=draft_tokens.device)
+    if drafts == 0:
+        return num_drafted, target_probs[:, 0]
     target_of_draft = _at(target_probs[:, :drafts], draft_tokens)
-    draft_of_draft = _at(draft_probs, draft_tokens)
+    draft_of_draft = torch.ones_like(target_of_draft) if draft_probs is None else _at(draft_probs, draft_tokens)
     # In float64, where the product of the two smallest float32 numbers is not yet 0.
-    stands = uniforms * draft_of_draft.double() <= target_of_draft.double()
-    accepted = _leading(stands, num_drafted)
+    accepted = _leading(uniforms * draft_of_draft.double() <= target_of_draft.double(), num_drafted)
 
-    rows = torch.arange(len(accepted), device=accepted.device)
-    rejected = (accepted < num_drafted).unsqueeze(1)
-    target = target_probs[rows, accepted]
-    draft = F.pad(draft_probs, (0, 0, 0, 1))[rows, accepted]
-    residual = (target - draft * rejected).clamp_(min=0)
+    target, fallen = target_probs[rows, accepted], accepted.clamp(max=drafts - 1)
+    if draft_probs is None:
+        draft = torch.zeros_like(target).scatter_(1, draft_tokens[rows, fallen].unsqueeze(1), 1.0)
+    else:
+        draft = draft_probs[rows, fallen]
+    residual = (target - draft * (accepted < num_drafted).unsqueeze(1)).clamp_(min=0)
     # Rounding can leave nothing of two nearly equal distributions; the target itself is then as good.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
-    return Acceptance(accepted, race(residual, exponentials))
+    return accepted, torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
 
 
-def accept_by_match(draft_tokens: Tensor, target_tokens: Tensor, num_drafted: Tensor) -> Acceptance:
+def accept_by_match(draft_tokens: Tensor, target_tokens: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor]:
     """Accept the drafts that equal what the target itself drew at their positions (Daliri, Musco, Suresh 2024).
 
     The target's draws use noise that belongs to the position, so the output is what the target alone would have
@@ -95,10 +80,13 @@ def accept_by_match(draft_tokens: Tensor, target_tokens: Tensor, num_drafted: Te
         draft_tokens: (batch, drafts), int64.
         target_tokens: (batch, drafts + 1), int64.
         num_drafted: (batch,), how many of a row's drafts are real.
+
+    Returns:
+        The number of drafts that stand, and the token behind them: (batch,) each.
     """
     stands = draft_tokens == target_tokens[:, : draft_tokens.shape[1]]
     accepted = _leading(stands, num_drafted)
-    return Acceptance(accepted, target_tokens.gather(1, accepted.unsqueeze(1)).squeeze(1))
+    return accepted, target_tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
 
 
 def _at(probs: Tensor, tokens: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Block:
 
     Attributes:
         linears: its projections, those that read the same input together.
+        norms: its norms.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Block:
         self.gate_up = Linears(get(family.gate), get(family.up))
         self.down = Linears(get(family.down))
         self.activation = get(family.activation)
+        self.norms = [each for each in (self.attention_norm, self.query_norm, self.key_norm, self.mlp_norm) if each]
         self.linears = (self.qkv, self.output, self.gate_up, self.down)
 
     def attend(self, hidden: Tensor, cache: KVCache, span: Span) -> Tensor:

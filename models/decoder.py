@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from layerskip.errors import UnsupportedModelError
+from layerskip.errors import SettingError, UnsupportedModelError
 from layerskip.models.block import Block
 from layerskip.models.borrowed import BorrowedModules
 from layerskip.models.cache import KVCache
 from layerskip.models.families import family_of, geometry_of, sliding_windows
 from layerskip.models.linears import Linears
-from layerskip.models.norms import norm
+from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import Preparation, prepare_linears
 from layerskip.models.rotary import Rotary
 from layerskip.models.span import Span
 
-__all__ = ["Decoder", "Step"]
+__all__ = ["Decoder", "Head", "Step"]
+
+
+_KEPT_HEADS = 4  # partial heads; each is a copy of some rows of the matrix
 
 
 class Step(NamedTuple):
@@ -38,11 +41,26 @@ class Step(NamedTuple):
     mlp: bool = True
 
 
+class Head(NamedTuple):
+    """What turns a final hidden state into logits.
+
+    Attributes:
+        linears: the projection.
+        vocabulary: (ids,), int64, ascending: the token ids that its outputs belong to; None: all, in order.
+        is_cut: the projection gives the logits of all ids, of which those of `vocabulary` are to be taken.
+    """
+
+    linears: Linears
+    vocabulary: Tensor | None = None
+    is_cut: bool = False
+
+
 class Decoder:
     """Runs the blocks of `model` over a `KVCache`.
 
     Attributes:
         full_path: all blocks, whole.
+        full_head: the model's own.
         preparation: what `prepare` has done so far.
     """
 
@@ -59,7 +77,7 @@ class Decoder:
         self._modules = BorrowedModules(model)
         take: Callable[[str], Any] = self._modules.take
         self.embedding, final_norm, head = take(family.embedding), take(family.final_norm), take(family.head)
-        self.final_norm, self.head = norm(final_norm), Linears(head)
+        self.final_norm, self.full_head = norm(final_norm), Head(Linears(head))
         self._norm_device, self._head_device = (next(each.parameters()).device for each in (final_norm, head))
         self.vocab_size, self.max_positions = geometry.vocab_size, geometry.max_positions
         self.group, self.kv_heads, self.head_dim = geometry.group, geometry.kv_heads, geometry.head_dim
@@ -71,8 +89,9 @@ class Decoder:
         self.device = self.blocks[0].device
         self.full_path = tuple(Step(index) for index in range(len(self.blocks)))
         self._rotary = Rotary(take(family.rotary), self.dtype)
-        self._is_tied = head.weight is self.embedding.weight
-        self._linears = [self.head, *(group for block in self.blocks for group in block.linears)]
+        self._is_tied = getattr(head, "weight", head) is self.embedding.weight
+        self._linears = [self.full_head.linears, *(group for block in self.blocks for group in block.linears)]
+        self._partial_heads: dict[tuple[int, ...], Head] = {}
         self.preparation = Preparation()
         self._modules.refuse_bypassed()
 
@@ -85,15 +104,29 @@ class Decoder:
         self._modules.refuse_changes()
         if any(group.is_stale() for group in self._linears):
             raise UnsupportedModelError(
-                "got a model whose weights were changed after they were copied by prepare(), so the change would not "
-                "act. Wrap it again, and prepare it after the last change."
+                "got a model with other weights than those it was wrapped with, or with changes to weights that "
+                "prepare() had copied; they would not act. Wrap it again, and prepare it after the last change."
             )
+        for each in (self.final_norm, *(each for block in self.blocks for each in block.norms)):
+            refresh(each)
 
     def prepare(self, *, pack: bool | None = None, in_place: bool = False) -> Preparation:
         """Make the linears faster; arguments and errors as in `prepare_linears`. Not while something is decoding."""
         self.refuse_changes()
-        shared = [self.head] if self._is_tied else []
+        if self.preparation != Preparation():
+            return self._prepared_before(pack)
+        shared = [self.full_head.linears] if self._is_tied else []
+        self._partial_heads.clear()
         self.preparation = prepare_linears(self._linears, shared, pack=pack, in_place=in_place)
+        return self.preparation
+
+    def _prepared_before(self, pack: bool | None) -> Preparation:
+        is_packed = self.preparation.packed > 0
+        if pack is not None and pack != is_packed:
+            raise SettingError(
+                f"got pack={pack} for weights that were prepared before {'with' if is_packed else 'without'} packing; "
+                "what is prepared stays as it is. Wrap the model anew, or load it with prepare=False."
+            )
         return self.preparation
 
     def restore_weights(self) -> None:
@@ -161,7 +194,28 @@ class Decoder:
         cache.note(written, span, self.num_blocks if exact_blocks is None else exact_blocks)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits of `hidden` by the final norm and the head, on the first block's device."""
+    def partial_head(self, vocabulary: tuple[int, ...]) -> Head:
+        """A head that scores only the ids in `vocabulary` (ascending), with a copy of their rows of the matrix.
+
+        The newest few are kept, so that a plan that is used again costs nothing.
+        """
+        head = self._partial_heads.get(vocabulary)
+        if head is None:
+            full, ids = self.full_head.linears, torch.tensor(vocabulary, device=self._head_device)
+            can_be_read = full.is_plain
+            head = Head(full.rows(ids) if can_be_read else full, ids.to(self.device), is_cut=not can_be_read)
+            for oldest in list(self._partial_heads)[: 1 - _KEPT_HEADS]:
+                self._partial_heads.pop(oldest, None)
+            self._partial_heads[vocabulary] = head
+        return head
+
+    def logits(self, hidden: Tensor, head: Head | None = None) -> Tensor:
+        """Next-token logits of `hidden` by the final norm and `head` (None: the full one), on the first block's device.
+
+        Returns:
+            (batch, tokens, ids).
+        """
+        head = self.full_head if head is None else head
         normed: Tensor = self.final_norm(hidden.to(self._norm_device))
-        return self.head(normed.to(self._head_device)).to(self.device)
+        logits = head.linears(normed.to(self._head_device)).to(self.device)
+        return logits[..., head.vocabulary] if head.is_cut else logits

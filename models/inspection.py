@@ -78,18 +78,22 @@ class Inspection:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return 2 * self.num_layers * self.kv_heads * self.head_dim * dtype.itemsize
 
-    def draft_cost(self, path: Sequence[Step]) -> float:
+    def draft_cost(self, path: Sequence[Step], scored_ids: int | None = None) -> float:
         """Cost of a draft step along `path` in plain steps, by the parameters that each reads.
 
         This is `c` of Leviathan et al. 2023, thm. 3.8: with blocks of equal size (kept + r) / (all + r), where `r` is
         the head in blocks (`head_blocks`). It is what a step costs where reading weights is what takes the time (small
         batches, short contexts); with a large vocabulary the head keeps it far above kept / all.
+
+        Args:
+            scored_ids: of a draft vocabulary; None: all.
         """
+        head = self.head_parameters * (1.0 if scored_ids is None else scored_ids / self.vocab_size)
         kept = sum(
             self.attention_parameters[layer] * attention + self.mlp_parameters[layer] * mlp
             for layer, attention, mlp in path
         )
-        return (kept + self.head_parameters) / self.step_parameters
+        return (kept + head) / self.step_parameters
 
 
 def inspect_model(model: PreTrainedModel) -> Inspection:

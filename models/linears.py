@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +44,12 @@ class Linears:
     def __init__(self, *modules: nn.Module) -> None:
         """What stands in the modules now is what is called: hooks or adapters put there later are not seen."""
         self.modules = modules
-        self.is_plain = all(type(each) is nn.Linear and not is_intercepted(each) for each in modules)
+        kinds = {(each.weight.dtype, each.weight.device) if _is_direct(each) else None for each in modules}
+        self.is_plain = None not in kinds and len(kinds) == 1
         self.copied_bytes = 0
         self._released = False
         self._form: _Form = _as_they_are(modules)
-        self._versions: list[int] = []
+        self._remember()
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Outputs side by side: (…, sum of out_features)."""
@@ -75,9 +76,8 @@ class Linears:
         if in_place:
             for each, part in zip(linears, weight.split([each.out_features for each in linears]), strict=True):
                 each.weight = nn.Parameter(part, requires_grad=False)
-        else:
-            self._remember_copy(weight)
         self._form = _Dense(weight, bias)
+        self._remember(*([] if in_place else [weight]))
 
     def pack(self, *, release: bool) -> None:
         """Lay the weights out as oneDNN reads them fastest; for what `packing_obstacle` lets through.
@@ -95,8 +95,26 @@ class Linears:
             for each in linears:
                 each.weight = nn.Parameter(torch.empty_like(each.weight, device="meta"), requires_grad=False)
             self._released = True
-        else:
-            self._remember_copy(*weights)
+        self._remember(*([] if release else weights))
+
+    def rows(self, indices: Tensor) -> Linears:
+        """A copy that computes only these outputs, packed if this is; for one plain linear.
+
+        Args:
+            indices: (outputs,), int64.
+        """
+        (module,) = self.modules
+        linear: Any = module
+        packed = self._form.packed if isinstance(self._form, _Packed) else []
+        weight = packed[0].to_dense() if linear.weight.is_meta else linear.weight
+        few = nn.Linear(weight.shape[1], len(indices), bias=linear.bias is not None, device="meta")
+        few.weight = nn.Parameter(weight.detach()[indices], requires_grad=False)
+        if linear.bias is not None:
+            few.bias = nn.Parameter(linear.bias.detach()[indices], requires_grad=False)
+        copy = Linears(few)
+        if packed:
+            copy.pack(release=True)
+        return copy
 
     def restore(self) -> None:
         """Give the modules back the weights that `pack` released; they are then held twice."""
@@ -106,19 +124,25 @@ class Linears:
             for each, part in zip(linears, weight.split([each.out_features for each in linears]), strict=True):
                 each.weight = nn.Parameter(part.clone(), requires_grad=False)
             self._released = False
-            self._remember_copy(weight)
+            self._remember(weight)
 
     def is_stale(self) -> bool:
-        """Whether the model's weights were written to or replaced since they were copied."""
-        return bool(self._versions) and self._versions != self._current_versions()
+        """Whether other weights or biases were put into the modules, or those that were copied were written to."""
+        now = self._parameters()
+        replaced = any(ours is not theirs for ours, theirs in zip(self._read, now, strict=True))
+        return replaced or self._versions != _versions(self._copied)
 
-    def _remember_copy(self, *weights: Tensor) -> None:
-        self.copied_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-        self._versions = self._current_versions()
+    def _remember(self, *copies: Tensor) -> None:
+        """Keep what the parameters were when they were read, or copied: weights into `copies`, biases if joined."""
+        self.copied_bytes = sum(weight.numel() * weight.element_size() for weight in copies)
+        self._read = self._parameters()
+        is_joined = not isinstance(self._form, _Apart)
+        self._copied = [each for each in self._read if each is not None and (copies or (is_joined and each.dim() == 1))]
+        self._versions = _versions(self._copied)
 
-    def _current_versions(self) -> list[int]:
-        linears: Sequence[Any] = self.modules
-        return [number for each in linears for number in (each.weight.data_ptr(), each.weight._version)]
+    def _parameters(self) -> list[Tensor | None]:
+        """Weights and biases of the modules that are read directly."""
+        return [parameter for each in self.modules if _is_direct(each) for parameter in (each.weight, each.bias)]
 
 
 class _Form:
@@ -189,13 +213,18 @@ class _Packed(_Form):
 
 def _as_they_are(modules: Sequence[nn.Module]) -> _Form:
     """Plain linears without their modules, everything else through them."""
-    calls = [
-        partial(F.linear, weight=each.weight, bias=each.bias)
-        if type(each) is nn.Linear and not is_intercepted(each)
-        else each
-        for each in modules
-    ]
-    return _Apart(calls)
+    return _Apart(
+        [partial(F.linear, weight=each.weight, bias=each.bias) if _is_direct(each) else each for each in modules]
+    )
+
+
+def _is_direct(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and not is_intercepted(module)
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    """How often each was written to; torch does not count what is written to `.data`, nor to inference tensors."""
+    return [0 if each.is_inference() else each._version for each in parameters]
 
 
 def _joined_bias(linears: Sequence[Any]) -> Tensor | None:
@@ -223,10 +252,12 @@ def packing_obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"packing is for the CPU; the weights are on {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"oneDNN packs bfloat16 and float32; the weights are {str(dtype).removeprefix('torch.')}"
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device(device):
+        values = torch.linspace(-1, 1, 64 * 65, dtype=dtype)
         linears = [nn.Linear(64, 64, dtype=dtype, bias=bias) for bias in (True, False)]
-        inputs = torch.randn(1, 3, 64, dtype=dtype)
+        for each in linears:
+            each.weight.copy_(values[: 64 * 64].view(64, 64).roll(7, 0).sin())
+        inputs = values[-3 * 64 :].view(1, 3, 64).cos()
         plain, packed = Linears(*linears), Linears(*linears)
         try:
             packed.pack(release=False)

@@ -65,6 +65,8 @@ def prepare_linears(
             counts["fused"] += 1
         else:
             counts["as_they_were"] += 1
+    if pack and not counts["packed"]:
+        raise SettingError("got pack=True, but no linear is an ordinary one that nobody watches. Leave pack out.")
     return Preparation(
         **counts,
         extra_bytes=sum(group.copied_bytes for group in groups),

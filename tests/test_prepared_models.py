@@ -180,26 +180,22 @@ def refused_or_acts(model, own) -> bool:
         return True
 
 
-class TestKnownBugs:
-    """Each fails today; strict, so whoever mends one has to take its mark away."""
+class TestChangesAndRepetitions:
+    """What is done to a model before, after and twice either acts or is refused."""
 
-    @pytest.mark.xfail(strict=True, reason="released weights are on meta and get fused: NaN")
     def test_preparing_a_loaded_model_again_is_harmless(self, folders):
         model, plain = (load(folders["llama"], dtype="float32", prepare=each) for each in (True, False))
         model.prepare()
         assert generate(model) == generate(plain)
 
-    @pytest.mark.xfail(strict=True, reason="what was fused in place is copied")
     def test_preparing_a_fused_model_again_copies_nothing(self, folders):
         model = load(folders["llama"], dtype="float64")
         assert model.prepare().extra_bytes == 0
 
-    @pytest.mark.xfail(strict=True, reason="linears still packed are reported as they were")
     def test_what_is_packed_stays_reported(self):
         model = wrap(fresh())
         assert model.prepare().packed == model.prepare(pack=False).packed > 0
 
-    @pytest.mark.xfail(strict=True, reason="joined biases are copies whose changes are not looked for")
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     def test_a_changed_bias_is_not_ignored(self, dtype):
         own = fresh("llama-biased-tied", dtype)
@@ -209,7 +205,6 @@ class TestKnownBugs:
             layer.self_attn.v_proj.bias.add_(3)
         assert refused_or_acts(model, own)
 
-    @pytest.mark.xfail(strict=True, reason="only copied weights are looked at")
     @pytest.mark.parametrize("linear", ["self_attn.v_proj", "self_attn.o_proj"])
     def test_a_weight_replaced_in_a_loaded_float64_model_is_not_ignored(self, folders, linear):
         model = load(folders["llama"], dtype="float64")
@@ -217,7 +212,6 @@ class TestKnownBugs:
             replace_weight(layer.get_submodule(linear))
         assert refused_or_acts(model, model.hf_model)
 
-    @pytest.mark.xfail(strict=True, reason="the short norm copies its weight")
     def test_a_changed_norm_is_not_ignored(self):
         """Of a model that was only wrapped, whose weights are shared."""
         own = fresh()
@@ -226,13 +220,11 @@ class TestKnownBugs:
             layer.input_layernorm.weight.copy_(torch.linspace(-1, 1, 32))
         assert refused_or_acts(model, own)
 
-    @pytest.mark.xfail(strict=True, reason="inference tensors have no version")
     def test_weights_come_back_in_inference_mode(self, folders):
         model = load(folders["llama"], dtype="float32")
         with torch.inference_mode():
             _ = model.hf_model
 
-    @pytest.mark.xfail(strict=True, reason="inference tensors have no version")
     def test_packing_is_tried_in_inference_mode(self):
         packing_obstacle.cache_clear()
         with torch.inference_mode():
@@ -240,7 +232,6 @@ class TestKnownBugs:
         packing_obstacle.cache_clear()
         assert obstacle == packing_obstacle(torch.float32, torch.device("cpu"))
 
-    @pytest.mark.xfail(strict=True, reason="every head is asked for its weight")
     def test_a_head_without_a_weight_can_be_wrapped(self):
         own = fresh()
         own.lm_head = nn.Sequential(own.lm_head)

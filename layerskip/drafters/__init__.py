@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from layerskip.drafters.base import Draft, DraftContext, Drafter, draft_chain, empty_draft
+from layerskip.draft import Draft
+from layerskip.drafters.base import DraftContext, Drafter, draft_chain
+from layerskip.drafters.lookup import LookupDrafter
 from layerskip.drafters.self_draft import SelfDrafter
 from layerskip.drafters.two_model import ModelDrafter
 
-__all__ = ["Draft", "DraftContext", "Drafter", "ModelDrafter", "SelfDrafter", "draft_chain", "empty_draft"]
+__all__ = ["Draft", "DraftContext", "Drafter", "LookupDrafter", "ModelDrafter", "SelfDrafter", "draft_chain"]

@@ -1,8 +1,8 @@
 """What a drafter is, and the loop that every drafter with a next-token distribution shares.
 
 A drafter proposes tokens and the distributions it drew them from, and is told what was committed. Verification,
-acceptance, stopping and statistics exist once, in the engine, and know nothing of how a draft was made. A new method
-is one file in this folder and one line in `drafters/__init__.py`.
+acceptance, stopping and statistics exist once, in the engine, and know nothing of how a draft was made; how long it may
+become is the governor's business. A new method is one file in this folder and one line in `drafters/__init__.py`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from layerskip.draft import Draft
 from layerskip.rules import AcceptanceRule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
 
-__all__ = ["Draft", "DraftContext", "Drafter", "draft_chain", "empty_draft"]
+__all__ = ["DraftContext", "Drafter", "GoesOn", "draft_chain"]
 
-
-@dataclass(frozen=True)
-class Draft:
-    """A chain of proposed tokens for each row.
-
-    Attributes:
-        tokens: (batch, drafts), int64; they also stand in ``state.token_ids`` behind the committed tokens.
-        probs: (batch, drafts, vocab), the distribution each was drawn from.
-        num_drafted: (batch,), int64: how many of a row's tokens are real, the rest is padding.
-        exact_states: (batch, drafts, hidden_size) or None: hidden states behind the leading `exact_blocks` blocks of
-            the full model, for the newest token and all drafts but the last, which verification need not compute again.
-        exact_blocks: number of those blocks.
-    """
-
-    tokens: Tensor
-    probs: Tensor
-    num_drafted: Tensor
-    exact_states: Tensor | None = None
-    exact_blocks: int = 0
+GoesOn = Callable[[int, Sequence[float]], Sequence[bool]]
+"""Told a draft's offset and each row's confidence in it, says which rows are to draft another token behind it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +30,9 @@ class DraftContext:
     """What drafting shares with verification, for the whole call.
 
     Attributes:
-        sampler: logits to distribution, the same as the target's.
-        rule: draws tokens from distributions.
-        eos_ids: (n,), int64: a row stops drafting behind one of them.
+        sampler: logits to scores, the same as the target's.
+        rule: draws tokens from scores.
+        eos_ids: a row stops drafting behind one of them.
         confidence_threshold: a row stops drafting *behind* a token whose raw probability is below this. (To drop the
             token itself unverified would bias the output.)
         vocab_size: of the target.
@@ -56,7 +40,7 @@ class DraftContext:
 
     sampler: Sampler
     rule: AcceptanceRule
-    eos_ids: Tensor
+    eos_ids: frozenset[int]
     confidence_threshold: float
     vocab_size: int
 
@@ -68,7 +52,13 @@ class Drafter(Protocol):
         """Take note of the prompts in `state`, before the target has read them."""
         ...
 
-    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+    def outlook(self, state: DecodeState) -> Sequence[int | None]:
+        """What is known of each row's draft before it is made: a grade, by which drafts of equal prospects are
+        recognised, or None where there is nothing to propose.
+        """
+        ...
+
+    def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """Draft up to ``limits[row]`` tokens behind each row's newest; at least one limit is positive."""
         ...
 
@@ -77,52 +67,82 @@ class Drafter(Protocol):
         ...
 
 
-def empty_draft(context: DraftContext, state: DecodeState) -> Draft:
-    """A proposal of no tokens: the round is then a plain step."""
-    device = state.token_ids.device
-    return Draft(
-        tokens=torch.zeros((state.batch, 0), dtype=torch.int64, device=device),
-        probs=torch.zeros((state.batch, 0, context.vocab_size), device=device),
-        num_drafted=torch.zeros(state.batch, dtype=torch.int64, device=device),
-    )
-
-
 def draft_chain(
-    next_logits: Callable[[int], Tensor], context: DraftContext, state: DecodeState, limits: Sequence[int]
+    next_logits: Callable[[int], Tensor],
+    context: DraftContext,
+    state: DecodeState,
+    limits: Sequence[int],
+    goes_on: GoesOn | None = None,
+    vocabulary: Tensor | None = None,
 ) -> Draft:
     """Draft token by token.
 
     Args:
-        next_logits: gives for offset `i` the logits (batch, 1, vocab) of the `i`-th draft, after the drafts before it
+        next_logits: gives for offset `i` the logits (batch, 1, ids) of the `i`-th draft, after the drafts before it
             have been written into ``state.token_ids``.
         limits: most tokens to draft in each row.
+        goes_on: is asked behind every draft.
+        vocabulary: (ids,), the token ids that the logits belong to; None: all of them, in order.
 
     Returns:
         A draft of as many steps as the longest row took.
     """
-    limit = torch.tensor(limits, device=state.token_ids.device)
-    num_drafted = torch.zeros_like(limit)
-    live = limit > 0
+    needs_confidence = goes_on is not None or context.confidence_threshold > 0
+    num_drafted = [0] * state.batch
+    confidences: list[list[float]] = [[] for _ in limits]
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
-    while len(tokens) < max(limits) and bool(live.any()):
+    live = [limit > 0 for limit in limits]
+    while len(tokens) < max(limits) and any(live):
         offset = len(tokens)
         logits = next_logits(offset)
-        prefix_lengths = [length + offset for length in state.lengths]
-        counts = None if context.sampler.prefix_free else live.long().tolist()
-        step_probs, _ = context.sampler.distribution(logits, state.token_ids, prefix_lengths, counts)
-        where = state.indices(offset)
-        token = context.rule.draw(step_probs, where.unsqueeze(1), state.round_index).squeeze(1)
-        state.token_ids[state.rows, where] = token
+        token, step_probs = _draw(logits, context, state, offset, live, vocabulary)
         tokens.append(token)
-        probs.append(step_probs.squeeze(1))
-        num_drafted += live
-        live = live & (num_drafted < limit) & ~torch.isin(token, context.eos_ids)
-        if context.confidence_threshold > 0:
-            live = live & (_confidence(logits.squeeze(1), token) >= context.confidence_threshold)
-    return Draft(torch.stack(tokens, 1), torch.stack(probs, 1), num_drafted)
+        if step_probs is not None:
+            probs.append(step_probs)
+        confidence = _confidence(logits, token, vocabulary) if needs_confidence else [1.0] * state.batch
+        wanted = goes_on(offset, confidence) if goes_on is not None else live
+        for row, (token_id, sure) in enumerate(zip(token.flatten().tolist(), confidence, strict=True)):
+            if live[row]:
+                num_drafted[row] += 1
+                confidences[row].append(sure)
+                may_go_on = num_drafted[row] < limits[row] and token_id not in context.eos_ids
+                live[row] = may_go_on and wanted[row] and sure >= context.confidence_threshold
+    return Draft(
+        torch.cat(tokens, dim=1),
+        num_drafted,
+        torch.cat(probs, dim=1) if probs else None,
+        confidences=confidences if needs_confidence else [],
+    )
 
 
-def _confidence(logits: Tensor, token: Tensor) -> Tensor:
-    """Raw probability (before processors) of `token` (batch,) under `logits` (batch, vocab): (batch,)."""
-    return logits.float().softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+def _draw(
+    logits: Tensor,
+    context: DraftContext,
+    state: DecodeState,
+    offset: int,
+    live: Sequence[bool],
+    vocabulary: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The draft at `offset` (batch, 1), written behind the tokens before it, and its distribution."""
+    sampler, where = context.sampler, state.indices(offset)
+    # The largest of few logits can be found among them; processors and noise need every id in its place.
+    is_among_few = vocabulary is not None and sampler.is_bare and not sampler.do_sample
+    if vocabulary is not None and not is_among_few:
+        everywhere = logits.new_full((*logits.shape[:2], context.vocab_size), float("-inf"))
+        logits = everywhere.index_copy_(2, vocabulary, logits)
+    counts = None if sampler.prefix_free else [int(each) for each in live]
+    prefix_lengths = [length + offset for length in state.lengths]
+    scores = sampler.scores(logits, state.token_ids, prefix_lengths, counts)
+    token, probs = context.rule.draw(scores, where.unsqueeze(1), state.round_tensor)
+    if vocabulary is not None and is_among_few:
+        token = vocabulary[token]
+    state.token_ids[state.rows, where] = token.squeeze(1)
+    return token, probs
+
+
+def _confidence(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> list[float]:
+    """Raw probability (before processors) of each row's token among the ids that were scored."""
+    index = token if vocabulary is None else torch.searchsorted(vocabulary, token)
+    probs = logits.float().softmax(-1)
+    return probs.gather(-1, index.unsqueeze(-1)).flatten().tolist()

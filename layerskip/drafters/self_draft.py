@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from layerskip.drafters.base import Draft, DraftContext, draft_chain
+from layerskip.draft import Draft
+from layerskip.drafters.base import DraftContext, GoesOn, draft_chain
 from layerskip.models.decoder import Decoder, Step
 from layerskip.state import DecodeState
 
@@ -32,17 +33,24 @@ def count_exact_blocks(path: Sequence[Step]) -> int:
 class SelfDrafter:
     """Drafts along `path`, a subsequence of the decoder's sub-blocks."""
 
-    def __init__(self, decoder: Decoder, path: Sequence[Step], context: DraftContext) -> None:
-        """See the class."""
+    def __init__(
+        self, decoder: Decoder, path: Sequence[Step], context: DraftContext, vocabulary: Sequence[int] | None = None
+    ) -> None:
+        """`vocabulary`: ids that are scored, ascending; None: all. The others have draft probability 0."""
         self.decoder = decoder
         self.context = context
         self.exact_blocks = count_exact_blocks(path)
         self._exact, self._inexact = tuple(path[: self.exact_blocks]), tuple(path[self.exact_blocks :])
+        self._head = decoder.full_head if vocabulary is None else decoder.partial_head(tuple(vocabulary))
 
     def begin(self, state: DecodeState) -> None:
         """Nothing: the prompt runs through the full model into the cache that is shared."""
 
-    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+    def outlook(self, state: DecodeState) -> Sequence[int | None]:
+        """Nothing is known before; a row can always draft."""
+        return [0] * state.batch
+
+    def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """See `Drafter.propose`."""
         exact_states: list[Tensor] = []
 
@@ -53,9 +61,9 @@ class SelfDrafter:
             hidden = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
             exact_states.append(hidden)
             hidden = self.decoder.run(hidden, self._inexact, state.cache, span, self.exact_blocks)
-            return self.decoder.logits(hidden)
+            return self.decoder.logits(hidden, self._head)
 
-        draft = draft_chain(next_logits, self.context, state, limits)
+        draft = draft_chain(next_logits, self.context, state, limits, goes_on, self._head.vocabulary)
         if not self.exact_blocks:
             return draft
         return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)

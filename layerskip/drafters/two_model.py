@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from layerskip.drafters.base import Draft, DraftContext, draft_chain, empty_draft
+from layerskip.draft import Draft, empty_draft
+from layerskip.drafters.base import DraftContext, GoesOn, draft_chain
 from layerskip.models.decoder import Decoder
 from layerskip.state import DecodeState
 
@@ -35,18 +36,22 @@ class ModelDrafter:
             self._held = list(state.lengths)
         self.cache.commit(self._held)
 
-    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+    def outlook(self, state: DecodeState) -> Sequence[int | None]:
+        """Nothing is known before; a row can draft while this model has positions left."""
+        return [0 if length < self.decoder.max_positions else None for length in state.lengths]
+
+    def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """See `Drafter.propose`; near the end of this model's own positions all rows draft less, then nothing."""
         room = self.decoder.max_positions - max(state.lengths)
         limits = [max(0, min(limit, room)) for limit in limits]
         if not any(limits):
-            return empty_draft(self.context, state)
+            return empty_draft(state)
 
         def next_logits(offset: int) -> Tensor:
             ends = [length + offset for length in state.lengths]
             return self._feed(state, self._held if offset == 0 else [end - 1 for end in ends], ends)
 
-        draft = draft_chain(next_logits, self.context, state, limits)
+        draft = draft_chain(next_logits, self.context, state, limits, goes_on)
         self._held = [length - 1 + draft.tokens.shape[1] for length in state.lengths]
         return draft
 

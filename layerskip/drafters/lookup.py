@@ -1,0 +1,64 @@
+"""Prompt lookup: what followed the last time that the text ended like this (Saxena 2023; n-grams there, a suffix here).
+
+The longest suffix of prompt and output that occurred before is found by a suffix automaton, in constant time a token;
+what followed it is proposed. No model runs, so a draft costs nothing but its place in the verification pass. The tokens
+are chosen, not drawn: their distribution is one-hot, and acceptance stays exact under sampling too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerskip.draft import Draft
+from layerskip.drafters.base import DraftContext, GoesOn
+from layerskip.state import DecodeState
+from layerskip.suffix_automaton import SuffixAutomaton
+
+__all__ = ["LookupDrafter"]
+
+_LONGEST_GRADE = 8  # matches of this many tokens and more have the same prospects
+
+
+class LookupDrafter:
+    """Drafts what the row's own text said before."""
+
+    def __init__(self, context: DraftContext) -> None:
+        """See the class."""
+        self.context = context
+
+    def begin(self, state: DecodeState) -> None:
+        """Read the prompts."""
+        self._texts = [SuffixAutomaton() for _ in range(state.batch)]
+        self._read(state)
+
+    def outlook(self, state: DecodeState) -> Sequence[int | None]:
+        """The length of the match, which says much about the draft."""
+        return [min(text.match.length, _LONGEST_GRADE) or None for text in self._texts]
+
+    def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
+        """See `Drafter.propose`; the tokens are all there at once, so `goes_on` is not asked."""
+        drafts = [self._draft(text, limit) for text, limit in zip(self._texts, limits, strict=True)]
+        counts = [len(draft) for draft in drafts]
+        tokens = torch.tensor([draft + [0] * (max(counts) - len(draft)) for draft in drafts], dtype=torch.int64)
+        tokens = tokens.view(state.batch, -1).to(state.token_ids.device)
+        for row, (length, count) in enumerate(zip(state.lengths, counts, strict=True)):
+            if count:
+                state.token_ids[row, length : length + count] = tokens[row, :count]
+        return Draft(tokens, counts)
+
+    def observe(self, state: DecodeState) -> None:
+        """Read what was committed."""
+        self._read(state)
+
+    def _read(self, state: DecodeState) -> None:
+        for row, text in enumerate(self._texts):
+            if len(text) < state.lengths[row]:
+                text.extend(state.token_ids[row, len(text) : state.lengths[row]].tolist())
+
+    def _draft(self, text: SuffixAutomaton, limit: int) -> list[int]:
+        """At most `limit` tokens, none behind an end of text."""
+        draft = text.continuation(limit) if limit else []
+        ends = (index + 1 for index, token in enumerate(draft) if token in self.context.eos_ids)
+        return draft[: next(ends, len(draft))]
