@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 __all__ = ["Activation", "Linears", "is_intercepted", "packing_obstacle"]
 
@@ -222,9 +223,9 @@ def _is_direct(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and not is_intercepted(module)
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[int]:
-    """How often each was written to; torch does not count what is written to `.data`, nor to inference tensors."""
-    return [0 if each.is_inference() else each._version for each in parameters]
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where each lies and how often it was written to; torch counts no writes to `.data`, nor to inference tensors."""
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
 
 
 def _joined_bias(linears: Sequence[Any]) -> Tensor | None:
@@ -254,9 +255,10 @@ def packing_obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"oneDNN packs bfloat16 and float32; the weights are {str(dtype).removeprefix('torch.')}"
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device(device):
         values = torch.linspace(-1, 1, 64 * 65, dtype=dtype)
-        linears = [nn.Linear(64, 64, dtype=dtype, bias=bias) for bias in (True, False)]
-        for each in linears:
-            each.weight.copy_(values[: 64 * 64].view(64, 64).roll(7, 0).sin())
+        # Without initialisation, which would draw from torch's global generator.
+        linears = [skip_init(nn.Linear, 64, 64, dtype=dtype, bias=bias) for bias in (True, False)]
+        for parameter in (parameter for each in linears for parameter in each.parameters()):
+            parameter.copy_(values[: parameter.numel()].view_as(parameter).sin())
         inputs = values[-3 * 64 :].view(1, 3, 64).cos()
         plain, packed = Linears(*linears), Linears(*linears)
         try:

@@ -13,7 +13,7 @@ from layerskip.models.norms import norm
 from tests.tiny_models import tiny_model
 
 FAMILIES = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
-DTYPES = [torch.bfloat16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16]
 SIZE = 576
 
 
@@ -36,14 +36,14 @@ def exact(module: nn.Module, hidden: torch.Tensor, eps: float) -> torch.Tensor:
     return module.weight.double() * hidden / (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e2])
 @pytest.mark.parametrize("eps", [1e-5, 1e-6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_agrees_with_transformers_and_is_about_as_exact(kind, dtype, eps, scale):
     """Small inputs show eps, the offset a mean that is subtracted, the outliers a sum in low precision.
 
-    In bfloat16 it is more exact, rounding once. In float32 it is a fifth less: the mean of (x, -x) is not quite 0.
+    It is more exact than the modules, because it rounds once.
     """
     module, hidden = random_norm(kind, dtype, eps), random_hidden(dtype, scale)
     fast = norm(module)
@@ -53,7 +53,7 @@ def test_agrees_with_transformers_and_is_about_as_exact(kind, dtype, eps, scale)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-7)
     torch.testing.assert_close(ours.double(), truth, rtol=tolerance, atol=1e-7)
     error, their_error = ((each.double() - truth).abs().mean() for each in (ours, theirs))
-    assert error <= {torch.bfloat16: 1.0, torch.float32: 1.3}[dtype] * their_error
+    assert error <= their_error
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,26 +67,27 @@ def test_the_norm_of_each_head_keeps_its_shape(dtype):
 
 def test_its_inputs_are_not_changed():
     """Hidden states are the residual as well."""
-    hidden = random_hidden(torch.float32, 1.0)
-    norm(random_norm(LlamaRMSNorm, torch.float32))(hidden)
-    assert torch.equal(hidden, random_hidden(torch.float32, 1.0))
+    hidden = random_hidden(torch.bfloat16, 1.0)
+    norm(random_norm(LlamaRMSNorm, torch.bfloat16))(hidden)
+    assert torch.equal(hidden, random_hidden(torch.bfloat16, 1.0))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2", "qwen3"])
-def test_a_float64_module_is_kept(name):
-    """It rounds to float32 in between; what does not would not be transformers' output to the last bit."""
-    module = tiny_model(name).model.norm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_module_of_more_precision_is_kept(name, dtype):
+    """The mean of (x, -x) is 0 up to float32's rounding only, which is much to a float32 model beside large values."""
+    module = tiny_model(name, dtype=dtype).model.norm
     assert norm(module) is module
 
 
 def hooked() -> nn.Module:
-    module = random_norm(LlamaRMSNorm, torch.float32)
+    module = random_norm(LlamaRMSNorm, torch.bfloat16)
     module.register_forward_hook(lambda module, inputs, output: output + 1)
     return module
 
 
 def replaced() -> nn.Module:
-    module = random_norm(LlamaRMSNorm, torch.float32)
+    module = random_norm(LlamaRMSNorm, torch.bfloat16)
     module.forward = lambda hidden: hidden
     return module
 
@@ -108,15 +109,15 @@ class EpsOutside(LlamaRMSNorm):
 OTHERS = {
     "hook": hooked,
     "replaced forward": replaced,
-    "Gemma, weight off by one": lambda: random_norm(GemmaRMSNorm, torch.float32),
-    "Gemma, weight of zeros": lambda: GemmaRMSNorm(SIZE),
-    "LayerNorm": lambda: random_norm(nn.LayerNorm, torch.float32),
-    "LayerNorm as it begins": lambda: nn.LayerNorm(SIZE),
-    "subclass": lambda: random_norm(Shifted, torch.float32),
-    "other place of eps": lambda: random_norm(EpsOutside, torch.float32),
-    "no weight": lambda: nn.RMSNorm(SIZE, eps=1e-6, elementwise_affine=False),
-    "no eps": lambda: nn.RMSNorm(SIZE),
-    "meta": lambda: LlamaRMSNorm(SIZE).to("meta"),
+    "Gemma, weight off by one": lambda: random_norm(GemmaRMSNorm, torch.bfloat16),
+    "Gemma, weight of zeros": lambda: GemmaRMSNorm(SIZE).bfloat16(),
+    "LayerNorm": lambda: random_norm(nn.LayerNorm, torch.bfloat16),
+    "LayerNorm as it begins": lambda: nn.LayerNorm(SIZE).bfloat16(),
+    "subclass": lambda: random_norm(Shifted, torch.bfloat16),
+    "other place of eps": lambda: random_norm(EpsOutside, torch.bfloat16),
+    "no weight": lambda: nn.RMSNorm(SIZE, eps=1e-6, elementwise_affine=False).bfloat16(),
+    "no eps": lambda: nn.RMSNorm(SIZE).bfloat16(),
+    "meta": lambda: LlamaRMSNorm(SIZE).to("meta", torch.bfloat16),
     "identity": nn.Identity,
 }
 
@@ -129,7 +130,7 @@ def test_modules_that_compute_something_else_are_kept(make):
 
 def test_torchs_own_rms_norm_is_taken_for_what_it_is():
     """By what it computes, not by the name of its class."""
-    module = random_norm(nn.RMSNorm, torch.float32)
-    hidden = random_hidden(torch.float32, 1.0)
+    module = random_norm(nn.RMSNorm, torch.bfloat16)
+    hidden = random_hidden(torch.bfloat16, 1.0)
     assert norm(module) is not module
     torch.testing.assert_close(norm(module)(hidden), module(hidden))

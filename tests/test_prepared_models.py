@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerskip import DraftPlan, UnsupportedModelError, load, wrap
+from layerskip import DraftPlan, SettingError, UnsupportedModelError, load, wrap
 from layerskip.exactness import first_difference
 from layerskip.models.linears import packing_obstacle
 from tests.checkpoints import save_tiny
@@ -120,7 +120,7 @@ def replace_weight(linear: nn.Linear) -> None:
 
 
 CHANGES = {"written to": lambda linear: linear.weight.add_(1), "replaced": replace_weight}
-REFUSED = {"match": r"weights were changed after they were copied by prepare\(\).*Wrap it again"}
+REFUSED = {"match": r"changes to weights that prepare\(\) had copied.*Wrap it again"}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -192,9 +192,12 @@ class TestChangesAndRepetitions:
         model = load(folders["llama"], dtype="float64")
         assert model.prepare().extra_bytes == 0
 
-    def test_what_is_packed_stays_reported(self):
+    def test_what_is_packed_stays_packed(self):
         model = wrap(fresh())
-        assert model.prepare().packed == model.prepare(pack=False).packed > 0
+        first = model.prepare()
+        assert first.packed > 0 and model.prepare() == first
+        with pytest.raises(SettingError, match="prepared before with packing"):
+            model.prepare(pack=False)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     def test_a_changed_bias_is_not_ignored(self, dtype):
