@@ -80,7 +80,8 @@ def run_mode(model: layerskip.Model, prompts: Sequence[str], settings: dict[str,
     for index, prompt in enumerate(track(prompts, console=Console(stderr=True))):
         for arm in drafts:
             messages = [{"role": "user", "content": prompt}]
-            arm.results.append(model.generate(messages, plan=arm.plan, seed=index, **settings))
+            governor = None if arm.plan is None else "off"
+            arm.results.append(model.generate(messages, plan=arm.plan, governor=governor, seed=index, **settings))
 
 
 def summary(model: layerskip.Model, arm: Arm, plain: Arm, greedy: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +36,8 @@ def run_demo(model: Model, plan: DraftPlan, prompt: str, *, max_new_tokens: int,
     messages = [{"role": "user", "content": prompt}]
     width = plan.num_draft_tokens + 1 if same_width else None
     call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pass_width": width}
-    model.generate(messages, plan=plan, **{**call, "max_new_tokens": 4})  # the first call is slower than the rest
+    drafting_call = {**call, "plan": plan, "governor": "off"}
+    model.generate(messages, **{**drafting_call, "max_new_tokens": 4})  # the first call is slower than the rest
     cost = model.inspection.draft_cost(plan.path(model.decoder.num_blocks))
 
     name = Path(model.name).name
@@ -47,7 +49,7 @@ def run_demo(model: Model, plan: DraftPlan, prompt: str, *, max_new_tokens: int,
     path = describe_path(plan, model.decoder.num_blocks)
     console.print(f"── self-speculative: {path} draft {plan.num_draft_tokens} tokens a round", soft_wrap=True)
     console.print("   accepted drafts look ", _marked(console), ", the model's own tokens like this", sep="")
-    drafting = _show(model, messages, {**call, "plan": plan})
+    drafting = _show(model, messages, drafting_call)
 
     difference = _compare(model, plain, drafting)
     console.print(_table(plain, drafting, difference))
@@ -58,8 +60,8 @@ def run_demo(model: Model, plan: DraftPlan, prompt: str, *, max_new_tokens: int,
         )
     if difference is not None:
         console.print(_explain(difference), soft_wrap=True)
-    console.print(f"\nMeasuring both at full speed, {RUNS} runs of {RUN_TOKENS} tokens each …", soft_wrap=True)
-    console.print(_verdict(*_speeds(model, messages, plan), drafting.stats.acceptance_rate, cost), soft_wrap=True)
+    console.print(f"\nMeasuring at full speed, {RUNS} runs of {RUN_TOKENS} tokens each …", soft_wrap=True)
+    console.print(_verdict(_speeds(model, messages, plan), drafting.stats.acceptance_rate, cost), soft_wrap=True)
 
 
 def _show(model: Model, messages: list[dict[str, str]], call: dict[str, Any]) -> GenerationResult:
@@ -106,32 +108,39 @@ def _column(stats: DecodeStats) -> dict[str, str]:
     }
 
 
-def _speeds(model: Model, messages: list[dict[str, str]], plan: DraftPlan) -> tuple[float, float]:
-    """Tokens per second, plainly and with `plan`, each as fast as it can be: medians of alternating runs.
+def _speeds(model: Model, messages: list[dict[str, str]], plan: DraftPlan) -> dict[str, float]:
+    """Tokens per second, each as fast as it can be: medians of alternating runs.
 
     Alternating, because whatever else the machine does comes and goes, and passes are as wide as they need be.
     """
-    speeds: list[tuple[float, ...]] = []
+    arms: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "always drafting": {"plan": plan, "governor": "off"},
+        "governed": {"plan": replace(plan, lookup_tokens=6)},
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(RUNS):
         call: Any = {"max_new_tokens": RUN_TOKENS, "min_new_tokens": RUN_TOKENS, "do_sample": False}
-        speeds.append(tuple(model.generate(messages, plan=each, **call).stats.tokens_per_s for each in (None, plan)))
-    plain, drafting = (median(each) for each in zip(*speeds, strict=True))
-    return plain, drafting
+        for name, arm in arms.items():
+            speeds[name].append(model.generate(messages, **call, **arm).stats.tokens_per_s)
+    return {name: median(each) for name, each in speeds.items()}
 
 
-def _verdict(plain: float, drafting: float, acceptance: float, cost: float) -> str:
+def _verdict(speeds: dict[str, float], acceptance: float, cost: float) -> str:
     """The end of it, in words that a noisy measurement does not turn into a claim."""
-    ratio = drafting / plain if plain else 1.0
-    if abs(ratio - 1) < NOISE:
-        change = "no difference that this short a measurement can tell"
-    else:
+    lines = [f"Median of {RUNS} alternating runs of {RUN_TOKENS} tokens, passes as wide as they need be:"]
+    for name, speed in speeds.items():
+        ratio = speed / speeds["plain"] if speeds["plain"] else 1.0
         change = f"{1 / ratio:.2f} times slower" if ratio < 1 else f"{ratio:.2f} times faster"
-    return (
-        f"At full speed (median of {RUNS} alternating runs of {RUN_TOKENS} tokens, passes as wide as they need be): "
-        f"{plain:.1f} tokens/s plainly, {drafting:.1f} with drafts, {change}.\nUntrained drafts on a model this small "
-        f"do not pay: this one reads {cost:.0%} of what a plain step reads, so it would gain only "
-        f"if more than {cost:.0%} of its drafts were accepted, and {acceptance:.0%} were."
+        same = "no difference that this short a measurement can tell" if abs(ratio - 1) < NOISE else change
+        lines.append(f"  {name:<16}{speed:5.1f} tokens/s" + ("" if name == "plain" else f", {same}"))
+    lines.append(
+        "Untrained drafts on a model this small do not pay: this one reads "
+        f"{cost:.0%} of what a plain step reads, so it would gain only if more than {cost:.0%} of its drafts were "
+        f"accepted, and {acceptance:.0%} were. The governor, on by default, notices; "
+        "it then drafts only what can be looked up in the text."
     )
+    return "\n".join(lines)
 
 
 def _explain(difference: Difference) -> str:

@@ -101,6 +101,12 @@ def add_plan_options(parser: Any, plan_file: bool = True) -> None:
             help=f"draft without the {sub_block} of these layers, such as 3,5,7-9",
         )
     parser.add_argument("--assistant-model", metavar="MODEL", help="draft with another checkpoint: a path or hub id")
+    parser.add_argument(
+        "--prompt-lookup-num-tokens",
+        type=positive,
+        metavar="N",
+        help="draft up to N tokens a round from what followed the same words before; alone, or beside another way",
+    )
     parser.add_argument("--num-assistant-tokens", type=positive, metavar="K", help="most tokens to draft a round")
     parser.add_argument(
         "--assistant-confidence-threshold",
@@ -122,13 +128,16 @@ def draft_plan(options: argparse.Namespace) -> DraftPlan | None:
 
     file = getattr(options, "plan", None)
     own = given(options, ("assistant_early_exit", "skip_attention", "skip_mlp"))
+    lookup_tokens = options.prompt_lookup_num_tokens
     ways = {"--plan": file, "--assistant-model": options.assistant_model, ", ".join(map(_as_option, own)): own}
     named = [option for option, value in ways.items() if value]
     if len(named) > 1:
         raise SettingError(f"got {' and '.join(named)}, which each say how to draft; expected one of them.")
     names = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}
     limits = {names[name]: value for name, value in given(options, tuple(names)).items()}
-    if limits and not named:
+    if lookup_tokens is not None:
+        limits["lookup_tokens"] = lookup_tokens
+    if limits.keys() - {"lookup_tokens"} and not named:
         idle = ", ".join(map(_as_option, given(options, tuple(names))))
         raise SettingError(f"got {idle} without anything that drafts; say how, for example --assistant-early-exit 6.")
     if file:
@@ -136,7 +145,7 @@ def draft_plan(options: argparse.Namespace) -> DraftPlan | None:
     if options.assistant_model:
         return DraftPlan.model(options.assistant_model, **limits)
     if not own:
-        return None
+        return None if lookup_tokens is None else DraftPlan.lookup(lookup_tokens)
     return DraftPlan.skip(
         own.get("skip_attention", ()), own.get("skip_mlp", ()), exit_layer=own.get("assistant_early_exit"), **limits
     )
@@ -165,6 +174,14 @@ def add_decoding_options(parser: Any) -> None:
         help="maximal (default) accepts most; invariant gives for a seed the same text whatever the plan",
     )
     add(
+        "--governor",
+        choices=("measured", "fixed", "off"),
+        help="draft only what is expected to gain time by what is measured (default), or by --draft-cost and "
+        "--verify-slope; off: always draft",
+    )
+    add("--draft-cost", type=float, metavar="C", help="of a draft step in plain steps, for --governor fixed")
+    add("--verify-slope", type=float, metavar="S", help="plain steps that each further token adds to a pass, likewise")
+    add(
         "--pass-width",
         type=positive,
         metavar="N",
@@ -174,7 +191,12 @@ def add_decoding_options(parser: Any) -> None:
 
 def decoding_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `Model.generate` and `Model.stream`, the plan and the seed aside."""
-    return given(options, (*SETTINGS, "acceptance_rule", "pass_width"))
+    from layerskip.governor.costs import CostRatios
+
+    named = {"draft": options.draft_cost, "verify_slope": options.verify_slope}
+    ratios = {name: value for name, value in named.items() if value is not None}
+    own = given(options, (*SETTINGS, "acceptance_rule", "governor", "pass_width"))
+    return own | ({"cost_ratios": CostRatios(**ratios)} if ratios else {})
 
 
 def _as_option(name: str) -> str:

@@ -17,9 +17,12 @@ from layerskip.cli.options import (
     given,
     load_model,
 )
-from layerskip.errors import PlanMismatchError, SettingError
+from layerskip.cli.parser import positive
+from layerskip.cli.records import read_texts
+from layerskip.errors import InputError, PlanMismatchError, SettingError
 
 if TYPE_CHECKING:
+    from layerskip.api import Model
     from layerskip.models.inspection import Inspection
     from layerskip.plan import DraftPlan
 
@@ -49,6 +52,12 @@ def add_parser(subparsers: Any) -> None:
     )
     make.add_argument("--out", type=Path, metavar="FILE", help="where to (default: standard output)")
     add_plan_options(make, plan_file=False)
+    make.add_argument(
+        "--draft-vocabulary", type=positive, metavar="N", help="score only the N token ids most frequent in the texts"
+    )
+    make.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="the texts: a file of prompts (JSON lines), or plain text"
+    )
     make.add_argument("--model", metavar="PATH_OR_HUB_ID", help="the model that the plan is for")
     add_loading_options(make.add_argument_group("loading"))
     make.set_defaults(run=_make)
@@ -62,7 +71,7 @@ def _check(options: argparse.Namespace) -> int:
     inspection = inspect_checkpoint(options.model, **given(options, CONFIG_OPTIONS))
     try:
         _check_config(plan, inspection)
-        if plan.target is not None or not plan.is_self_draft:
+        if plan.target is not None or plan.draft_model is not None:
             _check_weights(plan, options)
     except PlanMismatchError as error:
         if options.json:
@@ -102,14 +111,19 @@ def _cost(plan: DraftPlan, inspection: Inspection) -> float:
     from layerskip.models.inspection import inspect_checkpoint
 
     if plan.is_self_draft:
-        return inspection.draft_cost(plan.path(inspection.num_layers))
+        ids = None if plan.draft_vocabulary is None else len(plan.draft_vocabulary)
+        return inspection.draft_cost(plan.path(inspection.num_layers), ids)
+    if plan.draft_model is None:
+        return 0.0
     return inspect_checkpoint(plan.draft_model).step_parameters / inspection.step_parameters
 
 
 def describe_path(plan: DraftPlan, num_layers: int) -> str:
     """What drafts, on a model of `num_layers` layers, in some words."""
-    if not plan.is_self_draft:
+    if plan.draft_model is not None:
         return f"the model {plan.draft_model}"
+    if not plan.is_self_draft:
+        return "what followed the same words before"
     path = plan.path(num_layers)
     attention, mlp = sum(step.attention for step in path), sum(step.mlp for step in path)
     end = "" if plan.exit_layer is None else f", up to layer {plan.exit_layer}"
@@ -123,11 +137,17 @@ def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
         if skipped:
             lines.append(f"leaves out {name} {', '.join(map(str, skipped))}")
     stop = f", ending behind a token of probability below {plan.confidence_threshold:g}"
-    lines.append(f"up to {plan.num_draft_tokens} tokens a round" + stop * (plan.confidence_threshold > 0))
-    lines.append(
-        f"predicted cost of a draft step: {cost:.3f} plain steps; it gains only if more than {min(cost, 1):.0%} of "
-        "the drafts are accepted"
-    )
+    if plan.draft_vocabulary is not None:
+        lines.append(f"scores {len(plan.draft_vocabulary):,} of the token ids")
+    if plan.num_draft_tokens:
+        lines.append(f"up to {plan.num_draft_tokens} tokens a round" + stop * (plan.confidence_threshold > 0))
+        lines.append(
+            f"predicted cost of a draft step: {cost:.3f} plain steps; it gains only if more than {min(cost, 1):.0%} of "
+            "the drafts are accepted"
+        )
+    if plan.lookup_tokens:
+        beside = "or, where that does better, " if plan.num_draft_tokens else ""
+        lines.append(f"{beside}up to {plan.lookup_tokens} tokens a round copied from the text, at no cost")
     return lines
 
 
@@ -142,8 +162,11 @@ def _make(options: argparse.Namespace) -> int:
     loading = given(options, (*LOADING_OPTIONS, "threads"))
     if options.model is None and loading:
         raise SettingError(f"got {', '.join(loading)} without --model, where they have no effect; pass --model too.")
+    _refuse_half_a_vocabulary(options)
     if options.model is not None:
         model = load_model(options)
+        if options.draft_vocabulary is not None:
+            plan = replace(plan, draft_vocabulary=_draft_vocabulary(model, options))
         model.check_plan(plan)
         plan = replace(plan, target=model.identity)
     if options.out is None:
@@ -151,3 +174,20 @@ def _make(options: argparse.Namespace) -> int:
     else:
         plan.save(options.out)
     return 0
+
+
+def _refuse_half_a_vocabulary(options: argparse.Namespace) -> None:
+    asked = options.draft_vocabulary is not None
+    if asked and (options.calibration is None or options.model is None):
+        raise SettingError("got --draft-vocabulary without --calibration and --model, which say what is frequent.")
+    if options.calibration is not None and not asked:
+        raise SettingError("got --calibration without --draft-vocabulary, where it has no effect; pass both.")
+
+
+def _draft_vocabulary(model: Model, options: argparse.Namespace) -> tuple[int, ...]:
+    from layerskip.draft_vocabulary import vocabulary_of_texts
+
+    if model.tokenizer is None:
+        raise InputError("got a model without tokenizer, which cannot count the tokens of a text.")
+    texts = read_texts(options.calibration)
+    return vocabulary_of_texts(texts, model.tokenizer, options.draft_vocabulary, model.decoder.vocab_size)

@@ -13,7 +13,7 @@ from layerskip.errors import InputError
 if TYPE_CHECKING:
     from layerskip.result import GenerationResult
 
-__all__ = ["PromptLine", "as_inputs", "read_prompts", "result_record"]
+__all__ = ["PromptLine", "as_inputs", "read_prompts", "read_texts", "result_record"]
 
 _EXPECTED = (
     'expected a JSON string, or an object with one of "prompt" (a string), "messages" ([{"role": …, "content": …}, …]) '
@@ -64,6 +64,34 @@ def read_prompts(file: Path) -> list[PromptLine]:
     if not prompts:
         raise InputError(f"got no prompt in {file}; expected one a line: {_EXPECTED}.")
     return prompts
+
+
+def read_texts(file: Path) -> list[str]:
+    """All that a file of prompts, or of plain text, says.
+
+    Raises:
+        InputError: it cannot be read, or is empty.
+    """
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the texts {file}: {getattr(error, 'strerror', None) or error}.") from error
+    if not content.strip():
+        raise InputError(f"got {file}, which is empty; expected text, or one prompt a line as JSON.")
+    try:
+        lines = [json.loads(line) for line in content.splitlines() if line.strip()]
+    except ValueError:
+        return [content]
+    return [text for line in lines for text in _strings(line)]
+
+
+def _strings(value: Any) -> list[str]:
+    """Every string in a JSON value, its keys left out."""
+    if isinstance(value, Mapping):
+        return [text for each in value.values() for text in _strings(each)]
+    if isinstance(value, list):
+        return [text for each in value for text in _strings(each)]
+    return [value] if isinstance(value, str) else []
 
 
 def _prompt_line(number: int, value: Any) -> PromptLine:
