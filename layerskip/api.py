@@ -24,6 +24,7 @@ from layerskip.models.preparation import Preparation
 from layerskip.plan import DraftPlan
 from layerskip.request import CallOptions, Request, make_request
 from layerskip.result import GenerationResult
+from layerskip.static_pool import StaticPool
 from layerskip.stream import Stream
 
 __all__ = ["Model", "load", "wrap"]
@@ -104,6 +105,7 @@ class Model:
         self.decoder = Decoder(hf_model)
         self._draft_models: dict[Any, Model] = {}
         self._loading = threading.Lock()
+        self._static_pool = StaticPool()
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -246,7 +248,7 @@ class Model:
 
     def _engine(self, request: Request) -> Engine:
         planned = {} if request.plan is None else self._planned(request.plan)
-        return build_engine(self.decoder, request, planned, self.tokenizer)
+        return build_engine(self.decoder, request, planned, self.tokenizer, self._static_pool)
 
     def _planned(self, plan: DraftPlan) -> dict[str, PlannedDrafter]:
         """The drafters of `plan`; a draft model is loaded now, before any time is counted."""
@@ -270,6 +272,8 @@ class Model:
         for commit in commits:
             rows[commit.row].append(commit)
         engine.stats.costs = engine.governor.to_dict()
+        if engine.static is not None and engine.static.recorder.obstacle is not None:
+            engine.stats.execution = f"static: {engine.static.recorder.obstacle}"
         new_token_ids = [[commit.token_id for commit in row] for row in rows]
         return GenerationResult(
             sequences=_padded(request, new_token_ids).to(self.decoder.device),

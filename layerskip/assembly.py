@@ -21,6 +21,8 @@ from layerskip.request import Request
 from layerskip.rules import make_rule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
+from layerskip.static_pool import StaticPool, take_rounds
+from layerskip.static_rounds import tier_of
 from layerskip.stats import DecodeStats
 from layerskip.stopping import make_stopping
 
@@ -54,12 +56,14 @@ def build_engine(
     request: Request,
     planned: Mapping[str, PlannedDrafter],
     tokenizer: PreTrainedTokenizerBase | None = None,
+    pool: StaticPool | None = None,
 ) -> Engine:
     """Put together what `request` asks for.
 
     Args:
         planned: the drafters of the request's plan, by name; none: plain decoding.
         tokenizer: for stop strings.
+        pool: of static rounds, kept from call to call.
 
     Raises:
         SettingError: an acceptance rule that does not exist, or stop strings without tokenizer.
@@ -80,15 +84,23 @@ def build_engine(
         vocab_size=decoder.vocab_size,
     )
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
-    cache = decoder.new_cache(len(lengths), max(limits) + (request.pass_width or most + 1))
+    capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
+    rounds = take_rounds(decoder, request, context, capacity, pool or StaticPool())
+    if rounds.static is not None:
+        state, context = rounds.static.state, rounds.static.context
+        state.reset(request.prompts, limits)
+    else:
+        state = DecodeState(request.prompts, limits, decoder.new_cache(len(lengths), capacity), device)
     return Engine(
         decoder=decoder,
-        state=DecodeState(request.prompts, limits, cache, device),
+        state=state,
         context=context,
         drafters={name: each.make(context) for name, each in planned.items()},
         governor=_governor(request, planned, most),
         pass_width=request.pass_width,
-        stats=DecodeStats(accepted_histogram=[0] * (most + 1)),
+        static=rounds.static,
+        release=rounds.release,
+        stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
         # Last: with it the clock of max_time begins to run.
         stopping=make_stopping(settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions),
     )

@@ -26,6 +26,7 @@ class Draft:
         exact_states: (batch, drafts, hidden_size) or None: hidden states behind the leading `exact_blocks` blocks of
             the full model, for the newest token and all drafts but the last, which verification need not compute again.
         exact_blocks: number of those blocks.
+        counts: `num_drafted` on the device, (batch,), int64, if it is there already.
         confidences: for each row and draft the probability that the drafter gave the token, where it gives one.
     """
 
@@ -34,6 +35,7 @@ class Draft:
     probs: Tensor | None = None
     exact_states: Tensor | None = None
     exact_blocks: int = 0
+    counts: Tensor | None = None
     confidences: Sequence[Sequence[float]] = field(default_factory=list)
 
 

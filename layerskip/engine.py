@@ -12,7 +12,7 @@ where a model came from; it changes nothing but its own `DecodeState`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from layerskip.draft import Draft, empty_draft, merged
-from layerskip.drafters.base import DraftContext, Drafter
+from layerskip.drafters.base import DraftContext, Drafter, Recordable
 from layerskip.errors import DecodingError
 from layerskip.governor import Decision, Governor
 from layerskip.models.decoder import Decoder
 from layerskip.models.span import Span
 from layerskip.state import DecodeState
+from layerskip.static_rounds import StaticRounds
 from layerskip.stats import DecodeStats
 from layerskip.stopping import FinishReason, RowStopping
 from layerskip.timing import Stopwatch
@@ -70,6 +71,8 @@ class Engine:
         governor: decides who drafts how much.
         pass_width: if given, every verification pass covers exactly this many tokens and reads the whole cache
             (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
+        static: runs rounds as recorded programs; None: pass by pass.
+        release: called when decoding has ended, however it did.
     """
 
     decoder: Decoder
@@ -79,13 +82,18 @@ class Engine:
     drafters: Mapping[str, Drafter]
     governor: Governor
     pass_width: int | None = None
+    static: StaticRounds | None = None
+    release: Callable[[], None] = lambda: None
     stats: DecodeStats = field(default_factory=DecodeStats)
 
     def __iter__(self) -> Iterator[Commit]:
         """Decode to the end, handing out every token as it is committed."""
-        yield from self.read_prompts()
-        while any(self.state.active):
-            yield from self.decode_round()
+        try:
+            yield from self.read_prompts()
+            while any(self.state.active):
+                yield from self.decode_round()
+        finally:
+            self.release()
 
     @torch.inference_mode()
     def read_prompts(self) -> list[Commit]:
@@ -102,12 +110,12 @@ class Engine:
         hidden = self.decoder.run(self._embed(span), self.decoder.full_path, state.cache, span)
         last = torch.tensor(lengths, device=hidden.device) - 1
         logits = self.decoder.logits(hidden[state.rows.to(hidden.device), last].unsqueeze(1))
-        first = self._accept(empty_draft(state), logits)
+        first = self._chosen(empty_draft(state), self._accept(empty_draft(state), logits))
         self.stats.prompt_tokens += sum(lengths)
         commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row])]
         self.stats.new_tokens += len(commits)
         self._end_round()
-        self.stats.prefill_s += watch.lap()
+        self.stats.prefill_s += sum(watch.laps())
         return commits
 
     @torch.inference_mode()
@@ -118,13 +126,17 @@ class Engine:
         # A draft of all the room that is left would leave no place for the token that follows it. -1: finished.
         rooms = [state.room(row) - 1 for row in range(state.batch)]
         decision = self.governor.decide(rooms, {name: each.outlook(state) for name, each in self.drafters.items()})
-        decide_s = watch.lap()
-        drafts, draft_s = self._draft(decision, watch)
+        watch.mark()
+        drafts = self._draft(decision, watch)
         draft = merged(list(drafts.values()), self.context.vocab_size) if drafts else empty_draft(state)
-        other_s = watch.lap()
-        logits = self._verify(draft)
-        verify_s = watch.lap()
-        chosen = self._accept(draft, logits)
+        watch.mark()
+        if self.static is not None:
+            decided = self.static.verify(draft)
+        else:
+            logits = self._verify(draft)
+            watch.mark()
+            decided = self._accept(draft, logits)
+        chosen = self._chosen(draft, decided)
         was_active = list(state.active)
         commits = [
             commit for row in range(state.batch) if was_active[row] for commit in self._commit_row(row, chosen[row])
@@ -133,20 +145,33 @@ class Engine:
         accepted = [each.accepted if active else None for each, active in zip(chosen, was_active, strict=True)]
         self.governor.learn(decision, drafts, accepted)
         self._record(drafts, accepted, commits)
-        host_s = decide_s + other_s + watch.lap()
-        self.governor.note_times(draft_s, draft.tokens.shape[1] + 1, verify_s + host_s)
-        self.stats.record_times(sum(seconds for _, seconds in draft_s.values()), verify_s, host_s)
+        self._record_times(drafts, draft.tokens.shape[1] + 1, watch.laps())
         return commits
 
-    def _draft(self, decision: Decision, watch: Stopwatch) -> tuple[dict[str, Draft], dict[str, tuple[int, float]]]:
-        """The drafts of those drafters that are to draft, and each one's steps and seconds."""
-        drafts, times = {}, {}
+    def _draft(self, decision: Decision, watch: Stopwatch) -> dict[str, Draft]:
+        """The drafts of those drafters that are to draft, with a mark behind each."""
+        drafts = {}
         for name, drafter in self.drafters.items():
-            if any(decision.limits[name]):
-                goes_on = self.governor.goes_on(name, decision)
-                drafts[name] = drafter.propose(self.state, decision.limits[name], goes_on)
-                times[name] = drafts[name].tokens.shape[1], watch.lap()
-        return drafts, times
+            limits = decision.limits[name]
+            if any(limits):
+                if self.static is not None and isinstance(drafter, Recordable):
+                    drafts[name] = self.static.draft(name, drafter, limits)
+                else:
+                    drafts[name] = drafter.propose(self.state, limits, self.governor.goes_on(name, decision))
+                watch.mark()
+        return drafts
+
+    def _record_times(self, drafts: Mapping[str, Draft], width: int, laps: list[float]) -> None:
+        """Count the seconds of a round: deciding, each drafter, joining their drafts, verifying, all that follows."""
+        decide_s, *draft_s = laps[: 1 + len(drafts)]
+        merge_s, verify_s, *rest = laps[1 + len(drafts) :]
+        host_s = decide_s + merge_s + sum(rest)
+        widths = [each.tokens.shape[1] for each in drafts.values()]
+        steps = dict(zip(drafts, zip(widths, draft_s, strict=True), strict=True))
+        self.governor.note_times(steps, width, verify_s + host_s)
+        self.stats.draft_s += sum(draft_s)
+        self.stats.verify_s += verify_s
+        self.stats.host_s += host_s
 
     def _record(self, drafts: Mapping[str, Draft], accepted: list[int | None], commits: list[Commit]) -> None:
         """Count the round, row by row."""
@@ -183,18 +208,25 @@ class Engine:
     def _embed(self, span: Span) -> Tensor:
         return self.decoder.embed(self.state.token_ids.gather(1, span.positions))
 
-    def _accept(self, draft: Draft, logits: Tensor) -> list[Chosen]:
-        """Each row's accepted drafts and the token after them, all written behind its committed tokens."""
+    def _accept(self, draft: Draft, logits: Tensor) -> Tensor:
+        """Decide about `draft`; the token behind the accepted drafts is written there.
+
+        Returns:
+            (batch, 3): accepted drafts, the token behind them, and the number of valid positions.
+        """
         state, context = self.state, self.context
         counts = None if context.sampler.prefix_free else self._positions_that_matter(draft)
         scores = context.sampler.scores(logits, state.token_ids, state.lengths, counts)
         positions = state.indices(0).unsqueeze(1) + torch.arange(logits.shape[1], device=state.token_ids.device)
         acceptance = context.rule.accept(draft, scores, positions, state.round_tensor)
-        state.token_ids[state.rows, positions[state.rows, acceptance.accepted]] = acceptance.next_token
-        read_back = torch.cat((torch.stack(acceptance, dim=1), draft.tokens), dim=1)
+        state.token_ids[state.rows, state.indices(0) + acceptance.accepted] = acceptance.next_token
+        return torch.stack(acceptance, dim=1)
+
+    def _chosen(self, draft: Draft, decided: Tensor) -> list[Chosen]:
+        """Each row's accepted drafts and the token behind them: the round's one look at the device."""
         return [
             Chosen([*drafts[:accepted], next_token], accepted, num_valid)
-            for accepted, next_token, num_valid, *drafts in read_back.tolist()
+            for accepted, next_token, num_valid, *drafts in torch.cat((decided, draft.tokens), dim=1).tolist()
         ]
 
     def _positions_that_matter(self, draft: Draft) -> list[int]:
@@ -226,6 +258,7 @@ class Engine:
 
     def _end_round(self) -> None:
         """Every row's cache now holds all its committed tokens but the newest."""
+        self.state.upload_lengths()
         self.state.cache.commit([length - 1 for length in self.state.lengths])
         for drafter in self.drafters.values():
             drafter.observe(self.state)

@@ -42,6 +42,9 @@ class CallOptions(TypedDict, total=False):
     pass_width: run every pass over exactly this many tokens, plain steps too, so that even in bfloat16 the output does
         not depend on the draft to the last bit. It costs what a pass that wide costs; at least
         ``plan.num_draft_tokens + 1``. Compare only calls with the same width.
+    cuda_graphs: None records rounds as CUDA graphs where that can be done, False never. True also runs rounds of the
+        same fixed shapes where nothing can be recorded, as on a CPU (slower; for tests). ``stats.execution`` says what
+        was done, and why not.
     """
 
     input_ids: Any
@@ -60,6 +63,7 @@ class CallOptions(TypedDict, total=False):
     seed: int | Sequence[int] | None
     acceptance_rule: str | None
     pass_width: int | None
+    cuda_graphs: bool | None
     max_new_tokens: int | None
     max_length: int | None
     min_new_tokens: int | None
@@ -100,7 +104,7 @@ class Request:
         seeds: one a row.
         caller_processors, caller_criteria: transformers' objects that the caller brought.
         given_prompts: the prompts as a tensor, padding included, if they came as one.
-        governor, cost_ratios: see `CallOptions`.
+        governor, cost_ratios, cuda_graphs: see `CallOptions`.
         pass_width: see `Engine`.
     """
 
@@ -114,6 +118,7 @@ class Request:
     governor: str = "off"
     cost_ratios: CostRatios = CostRatios()
     pass_width: int | None = None
+    cuda_graphs: bool | None = None
     given_prompts: Tensor | None = None
 
     def padded_prompts(self, pad_token_id: int) -> Tensor:
@@ -161,12 +166,15 @@ def make_request(
     config, seed = given.pop("generation_config", None), given.pop("seed", None)
     processors, criteria = given.pop("logits_processor", None), given.pop("stopping_criteria", None)
     acceptance_rule, pass_width = given.pop("acceptance_rule", None), given.pop("pass_width", None)
+    cuda_graphs = given.pop("cuda_graphs", None)
     governor, cost_ratios = given.pop("governor", None), given.pop("cost_ratios", None)
     drafting = {name: given.pop(name) for name in ("plan", *_SWITCHES) if name in given}
     settings = resolve_settings(checkpoint_config, config, given, (*CallOptions.__annotations__, "streamer"))
     plan = _effective_plan(drafting, (config, checkpoint_config))
     _check_pass_width(pass_width, plan, max_positions)
     _check_governor(governor, cost_ratios, plan)
+    if not isinstance(cuda_graphs, bool | None):
+        raise SettingError(f"got cuda_graphs={cuda_graphs!r}; expected True, False, or None where it can be done.")
     inputs, copies = input_ids if inputs is None else inputs, settings.num_return_sequences
     prompts = encode(inputs, tokenizer, attention_mask)
     _check_ids(settings, vocab_size)
@@ -183,6 +191,7 @@ def make_request(
         governor=governor or "measured",
         cost_ratios=cost_ratios or CostRatios(),
         pass_width=pass_width,
+        cuda_graphs=cuda_graphs,
         given_prompts=_as_given(inputs, copies),
     )
 

@@ -44,6 +44,10 @@ class AcceptanceRule(Protocol):
     will stand.
     """
 
+    def reseed(self, other: AcceptanceRule) -> None:
+        """Use the seeds of `other`, of the same kind, in the memory of the old ones, where recorded programs look."""
+        ...
+
     def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
         """A draft token for each position, (batch, tokens), and its distribution (None: chosen, not drawn)."""
         ...
@@ -56,6 +60,9 @@ class AcceptanceRule(Protocol):
 @dataclass(frozen=True)
 class Greedy:
     """The likeliest token: no noise, and a draft stands if it is the target's own choice."""
+
+    def reseed(self, other: AcceptanceRule) -> None:
+        """Nothing."""
 
     def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`."""
@@ -79,6 +86,11 @@ class Maximal:
 
     seeds: Tensor  # (batch,), int64
 
+    def reseed(self, other: AcceptanceRule) -> None:
+        """See `AcceptanceRule.reseed`."""
+        assert isinstance(other, type(self))
+        self.seeds.copy_(other.seeds)
+
     def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`."""
         probs, _ = distribution(scores)
@@ -99,6 +111,11 @@ class Invariant:
     """Drafts and target draw with the same noise, keyed by seed and position only."""
 
     seeds: Tensor  # (batch,), int64
+
+    def reseed(self, other: AcceptanceRule) -> None:
+        """See `AcceptanceRule.reseed`."""
+        assert isinstance(other, type(self))
+        self.seeds.copy_(other.seeds)
 
     def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`; `round_index` plays no part."""
@@ -144,7 +161,7 @@ def draw_token(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose)
 
 
 def _counts(draft: Draft) -> Tensor:
-    return torch.as_tensor(draft.num_drafted, device=draft.tokens.device)
+    return torch.tensor(draft.num_drafted, device=draft.tokens.device) if draft.counts is None else draft.counts
 
 
 def _leading(valid: Tensor) -> Tensor:

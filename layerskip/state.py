@@ -23,6 +23,7 @@ class DecodeState:
     Attributes:
         token_ids: (batch, capacity), int64, on the model's device.
         lengths: committed tokens of each row, prompt included.
+        lengths_tensor: the same on the device at the start of a round, (batch,), int64.
         limits: the longest each row may become.
         active: rows that are still decoding.
         cache: keys and values of the full model (and of the drafts that share it).
@@ -34,14 +35,27 @@ class DecodeState:
     ) -> None:
         """Hold `prompts` (one non-empty list of ids a row) with room for ``cache.capacity`` tokens a row."""
         self.token_ids = torch.zeros((len(prompts), cache.capacity + 1), dtype=torch.int64, device=device)
+        self.lengths_tensor = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+        self.round_tensor = torch.zeros((), dtype=torch.int64, device=device)
+        self.rows = torch.arange(len(prompts), device=device)
+        self.cache = cache
+        self.reset(prompts, limits)
+
+    def reset(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        """Begin another call with the same number of rows, in the same memory."""
+        self.token_ids.zero_()
         for row, prompt in enumerate(prompts):
             self.token_ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
         self.lengths = [len(prompt) for prompt in prompts]
         self.limits = list(limits)
         self.active = [True] * len(prompts)
-        self.cache = cache
-        self.round_tensor = torch.zeros((), dtype=torch.int64, device=device)
-        self.rows = torch.arange(len(prompts), device=device)
+        self.round_tensor.zero_()
+        self.cache.reset()
+        self.upload_lengths()
+
+    def upload_lengths(self) -> None:
+        """Tell the device what was committed."""
+        self.lengths_tensor.copy_(torch.tensor(self.lengths))
 
     @property
     def batch(self) -> int:
@@ -54,4 +68,4 @@ class DecodeState:
 
     def indices(self, offset: int) -> Tensor:
         """(batch,), int64: in each row the index `offset` places behind the committed tokens."""
-        return torch.tensor(self.lengths, device=self.token_ids.device) + offset
+        return self.lengths_tensor + offset

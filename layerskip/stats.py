@@ -31,6 +31,7 @@ class DecodeStats:
         prefill_s: the prompt's pass, up to the first new token (that of the draft model included).
         draft_s, verify_s: inside the drafter, and in the full model's passes.
         host_s: everything else of the rounds: distributions of the target, acceptance, stopping.
+        execution: how rounds were run: "eager", or "static: …" with what recorded them.
         costs: the governor's last estimates of what a draft and a verification pass cost; empty without one.
     """
 
@@ -50,6 +51,7 @@ class DecodeStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
+    execution: str = "eager"
     costs: dict[str, Any] = field(default_factory=dict)
 
     def record_round(self, proposed: int, accepted: int, committed: int, source: str = "none") -> None:
@@ -69,19 +71,14 @@ class DecodeStats:
         ):
             counts[source] = counts.get(source, 0) + number
 
-    def record_times(self, draft_s: float, verify_s: float, host_s: float) -> None:
-        """Add the seconds of a round."""
-        self.draft_s += draft_s
-        self.verify_s += verify_s
-        self.host_s += host_s
-
     @classmethod
     def pooled(cls, parts: Iterable[DecodeStats]) -> DecodeStats:
-        """Add up the counts and seconds of several calls; costs are those of the last call that knew some."""
+        """Add up the counts and seconds of several calls; execution and costs are those of the last that had some."""
         total = cls()
         for part in parts:
             for name, value in vars(part).items():
-                setattr(total, name, value or total.costs if name == "costs" else _sum(getattr(total, name), value))
+                own = getattr(total, name)
+                setattr(total, name, value or own if name in ("execution", "costs") else _sum(own, value))
         return total
 
     @property

@@ -59,6 +59,13 @@ class KVCache:
         # How far each block's entries are those of the full model: (blocks, batch). See check().
         self._exact = np.zeros((len(devices), batch), dtype=np.int64)
 
+    def reset(self) -> None:
+        """Forget everything; values that are not finite would be multiplied by a masked weight of 0 and stay."""
+        for entries in self._entries:
+            entries.zero_()
+        self.lengths = [0] * len(self.lengths)
+        self._exact[:] = 0
+
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
@@ -88,6 +95,8 @@ class KVCache:
             AssertionError: the pass left a gap behind what an exact block holds, or went beyond the capacity (where
                 torch drops the write of one token without a word).
         """
+        if not span.starts:  # known to the device only: whoever records such passes notes them by numbers
+            return
         starts = np.asarray(span.starts)
         assert span.end <= self.capacity, f"wrote up to {span.end} of {self.capacity} slots"
         written = np.asarray(blocks, dtype=np.int64)

@@ -152,10 +152,11 @@ class Decoder:
             devices=[block.device for block in self.blocks],
         )
 
-    def span(self, starts: Sequence[int], tokens: int, visible: int | None = None) -> Span:
+    def span(self, starts: Sequence[int] | Tensor, tokens: int, visible: int | None = None) -> Span:
         """The positions ``starts[b] … starts[b] + tokens - 1`` of each row `b`.
 
         Args:
+            starts: numbers, or (batch,), int64, on the first block's device (see `Span`).
             visible: cache slots to read, if more than the pass needs: attention over another number of slots rounds
                 differently in low precision, so passes that must agree to the last bit read the same number.
         """

@@ -21,15 +21,15 @@ class Span:
     """The positions of one pass on one device.
 
     Attributes:
-        starts: first position of each row.
+        starts: first position of each row; empty where they are known to the device only.
         tokens: positions per row.
-        start: the common first position, None when the rows differ.
+        start: the common first position, None when the rows differ, or only the device knows.
         visible: cache slots that the pass reads, at least those that its longest row may see.
     """
 
     def __init__(
         self,
-        starts: Sequence[int],
+        starts: Sequence[int] | Tensor,
         tokens: int,
         *,
         visible: int | None = None,
@@ -38,8 +38,17 @@ class Span:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """See the class; `group` is the number of query heads per key/value head, `tables` yields rotary tables."""
-        self.starts = tuple(starts)
+        """See the class.
+
+        Args:
+            starts: as numbers, or as (batch,), int64, on the device: then the pass can be recorded once and run again
+                for other positions, and `visible` must be given.
+            group: number of query heads per key/value head.
+            tables: yields rotary tables.
+        """
+        self._first = starts if isinstance(starts, Tensor) else None
+        self.starts = () if isinstance(starts, Tensor) else tuple(starts)
+        self.batch = len(starts)
         self.tokens = tokens
         self.visible = max(self.starts) + tokens if visible is None else visible
         self.start = self.starts[0] if len(set(self.starts)) == 1 else None
@@ -51,7 +60,7 @@ class Span:
         """The same span for blocks that live on another device."""
         if device not in self._moved:
             moved = self._moved[device] = Span(
-                self.starts,
+                self.starts if self._first is None else self._first.to(device),
                 self.tokens,
                 visible=self.visible,
                 group=self._group,
@@ -70,13 +79,13 @@ class Span:
     @cached_property
     def positions(self) -> Tensor:
         """(batch, tokens), int64."""
-        first = torch.tensor(self.starts, device=self._device).unsqueeze(1)
-        return first + torch.arange(self.tokens, device=self._device)
+        first = torch.tensor(self.starts, device=self._device) if self._first is None else self._first
+        return first.unsqueeze(1) + torch.arange(self.tokens, device=self._device)
 
     @cached_property
     def rows(self) -> Tensor:
         """(batch, 1), int64: the row index that goes with `positions` in an indexed read or write."""
-        return torch.arange(len(self.starts), device=self._device).unsqueeze(1)
+        return torch.arange(self.batch, device=self._device).unsqueeze(1)
 
     @cached_property
     def rotary(self) -> tuple[Tensor, Tensor]:

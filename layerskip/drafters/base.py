@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from layerskip.rules import AcceptanceRule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
 
-__all__ = ["DraftContext", "Drafter", "GoesOn", "draft_chain"]
+__all__ = ["DraftContext", "Drafter", "GoesOn", "Recordable", "draft_chain", "draft_steps"]
 
 GoesOn = Callable[[int, Sequence[float]], Sequence[bool]]
 """Told a draft's offset and each row's confidence in it, says which rows are to draft another token behind it."""
@@ -67,6 +67,15 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class Recordable(Protocol):
+    """A drafter whose drafts of a fixed length can be recorded once and run again."""
+
+    def steps(self, state: DecodeState, count: int, visible: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Draft `count` tokens in every row, reading `visible` cache slots; returns what `draft_steps` does."""
+        ...
+
+
 def draft_chain(
     next_logits: Callable[[int], Tensor],
     context: DraftContext,
@@ -100,9 +109,11 @@ def draft_chain(
         tokens.append(token)
         if step_probs is not None:
             probs.append(step_probs)
-        confidence = _confidence(logits, token, vocabulary) if needs_confidence else [1.0] * state.batch
-        wanted = goes_on(offset, confidence) if goes_on is not None else live
-        for row, (token_id, sure) in enumerate(zip(token.flatten().tolist(), confidence, strict=True)):
+        sureness = (
+            _confidence(logits, token, vocabulary).flatten().tolist() if needs_confidence else [1.0] * state.batch
+        )
+        wanted = goes_on(offset, sureness) if goes_on is not None else live
+        for row, (token_id, sure) in enumerate(zip(token.flatten().tolist(), sureness, strict=True)):
             if live[row]:
                 num_drafted[row] += 1
                 confidences[row].append(sure)
@@ -116,6 +127,30 @@ def draft_chain(
     )
 
 
+def draft_steps(
+    next_logits: Callable[[int], Tensor],
+    context: DraftContext,
+    state: DecodeState,
+    count: int,
+    vocabulary: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Draft `count` tokens in every row without a look at any: what `draft_chain` does, to be recorded and run again.
+
+    Returns:
+        tokens (batch, count), their distributions (batch, count, vocab) or None, and the drafter's own probabilities of
+        them (batch, count).
+    """
+    tokens, probs, confidences = [], [], []
+    for offset in range(count):
+        logits = next_logits(offset)
+        token, step_probs = _draw(logits, context, state, offset, [True] * state.batch, vocabulary)
+        tokens.append(token)
+        confidences.append(_confidence(logits, token, vocabulary))
+        if step_probs is not None:
+            probs.append(step_probs)
+    return torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None, torch.cat(confidences, 1)
+
+
 def _draw(
     logits: Tensor,
     context: DraftContext,
@@ -124,7 +159,7 @@ def _draw(
     live: Sequence[bool],
     vocabulary: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The draft at `offset` (batch, 1), written behind the tokens before it, and its distribution."""
+    """The draft at `offset`, (batch, 1), written behind the tokens before it, and its distribution."""
     sampler, where = context.sampler, state.indices(offset)
     # The largest of few logits can be found among them; processors and noise need every id in its place.
     is_among_few = vocabulary is not None and sampler.is_bare and not sampler.do_sample
@@ -141,8 +176,7 @@ def _draw(
     return token, probs
 
 
-def _confidence(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> list[float]:
-    """Raw probability (before processors) of each row's token among the ids that were scored."""
+def _confidence(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Raw probability (before processors) of `token` (batch, 1) among the ids that were scored: (batch, 1)."""
     index = token if vocabulary is None else torch.searchsorted(vocabulary, token)
-    probs = logits.float().softmax(-1)
-    return probs.gather(-1, index.unsqueeze(-1)).flatten().tolist()
+    return logits.float().softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)

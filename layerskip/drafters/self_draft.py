@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from layerskip.draft import Draft
-from layerskip.drafters.base import DraftContext, GoesOn, draft_chain
+from layerskip.drafters.base import DraftContext, GoesOn, draft_chain, draft_steps
 from layerskip.models.decoder import Decoder, Step
+from layerskip.models.span import Span
 from layerskip.state import DecodeState
 
 __all__ = ["SelfDrafter", "count_exact_blocks"]
@@ -55,18 +56,30 @@ class SelfDrafter:
         exact_states: list[Tensor] = []
 
         def next_logits(offset: int) -> Tensor:
-            newest = [length - 1 + offset for length in state.lengths]
-            span = self.decoder.span(newest, 1)
-            hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
-            hidden = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
-            exact_states.append(hidden)
-            hidden = self.decoder.run(hidden, self._inexact, state.cache, span, self.exact_blocks)
-            return self.decoder.logits(hidden, self._head)
+            span = self.decoder.span([length - 1 + offset for length in state.lengths], 1)
+            exact, logits = self._step(state, span)
+            exact_states.append(exact)
+            return logits
 
         draft = draft_chain(next_logits, self.context, state, limits, goes_on, self._head.vocabulary)
         if not self.exact_blocks:
             return draft
         return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)
+
+    def steps(self, state: DecodeState, count: int, visible: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """See `Recordable.steps`."""
+
+        def next_logits(offset: int) -> Tensor:
+            return self._step(state, self.decoder.span(state.indices(offset - 1), 1, visible))[1]
+
+        return draft_steps(next_logits, self.context, state, count, self._head.vocabulary)
+
+    def _step(self, state: DecodeState, span: Span) -> tuple[Tensor, Tensor]:
+        """Run the token at `span`: the hidden state behind the exact blocks, and the next token's logits."""
+        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
+        exact = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
+        hidden = self.decoder.run(exact, self._inexact, state.cache, span, self.exact_blocks)
+        return exact, self.decoder.logits(hidden, self._head)
 
     def observe(self, state: DecodeState) -> None:
         """Nothing: rollback is the shared cache's length."""

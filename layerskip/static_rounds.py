@@ -1,0 +1,104 @@
+"""Rounds of fixed shapes whose lengths live on the device, so that each is recorded once and then only started.
+
+On a GPU an eager pass is bound by the host, which launches some thousand kernels one by one. Here drafting is one
+recorded program and verification with acceptance another; a round starts them and reads one small tensor back. Programs
+read the committed lengths from the device; they are recorded for each number of drafts and for each number of cache
+slots read, in steps, so that a short text does not pay for a long cache. Nothing in them depends on a token's value.
+
+Whether a program is recorded or simply run is the business of `recording.py`: all else is the same on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.draft import Draft
+from layerskip.drafters.base import DraftContext, Recordable
+from layerskip.models.decoder import Decoder
+from layerskip.recording import Recorder
+from layerskip.state import DecodeState
+
+__all__ = ["StaticRounds", "tier_of"]
+
+TIERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of drafts that are recorded; others are padded to the next
+_SLOTS = 256  # cache slots are read in multiples of this many
+
+
+def tier_of(count: int) -> int:
+    """The least recorded number of drafts that holds `count`."""
+    return next((tier for tier in TIERS if tier >= count), count)
+
+
+class StaticRounds:
+    """Drafts and verifies the rows of one state."""
+
+    def __init__(self, decoder: Decoder, state: DecodeState, context: DraftContext, recorder: Recorder) -> None:
+        """`state` and all that the context holds must stay where they are in memory."""
+        self.decoder, self.state, self.context, self.recorder = decoder, state, context, recorder
+        self._inputs: dict[tuple[int, bool], Draft] = {}
+
+    def draft(self, name: str, drafter: Recordable, limits: Sequence[int]) -> Draft:
+        """Draft with `drafter`, the next tier of the longest limit in every row."""
+        count = tier_of(max(limits))
+        visible = self._visible(count)
+        tokens, probs, confidences = self.recorder(
+            ("draft", name, count, visible), lambda: drafter.steps(self.state, count, visible)
+        )
+        num_drafted = list(limits)
+        if self.context.confidence_threshold > 0:
+            for row, sure in enumerate(confidences.tolist()):
+                unsure = (offset for offset, each in enumerate(sure) if each < self.context.confidence_threshold)
+                # Behind the first unsure token, as where drafting stops there; later ones were not looked at.
+                num_drafted[row] = min(num_drafted[row], 1 + next(unsure, count))
+        return Draft(tokens, num_drafted, probs)
+
+    def verify(self, draft: Draft) -> Tensor:
+        """One pass of the full model over the newest token and the drafts, and what it decides.
+
+        Returns:
+            (batch, 3): accepted drafts, the token behind them, and the number of valid positions; the token is also
+            written behind the row's committed ones.
+        """
+        inputs = self._take(draft)
+        drafts, visible = inputs.tokens.shape[1], self._visible(inputs.tokens.shape[1])
+        key = ("verify", drafts, visible, draft.probs is not None)
+        (decided,) = self.recorder(key, lambda: (self._verify(inputs, visible),))
+        newest = [length - 1 for length in self.state.lengths]
+        written = self.decoder.span(newest, drafts + 1)
+        self.state.cache.note(range(self.decoder.num_blocks), written, self.decoder.num_blocks)
+        return decided
+
+    def _verify(self, draft: Draft, visible: int) -> Tensor:
+        decoder, state, context = self.decoder, self.state, self.context
+        span = decoder.span(state.indices(-1), draft.tokens.shape[1] + 1, visible)
+        hidden = decoder.embed(state.token_ids.gather(1, span.positions))
+        logits = decoder.logits(decoder.run(hidden, decoder.full_path, state.cache, span))
+        scores = context.sampler.scores(logits, state.token_ids, state.lengths)
+        acceptance = context.rule.accept(draft, scores, span.positions + 1, state.round_tensor)
+        state.token_ids[state.rows, state.indices(0) + acceptance.accepted] = acceptance.next_token
+        return torch.stack(acceptance, dim=1)
+
+    def _take(self, draft: Draft) -> Draft:
+        """`draft` in memory that a recorded program reads: padded to its tier, the same tensors every time."""
+        batch, width = draft.tokens.shape
+        count = tier_of(width)
+        key = (count, draft.probs is not None)
+        if key not in self._inputs:
+            new = draft.tokens.new_zeros
+            probs = None if draft.probs is None else draft.probs.new_zeros(batch, count, self.context.vocab_size)
+            self._inputs[key] = Draft(new((batch, count)), [], probs, counts=new(batch))
+        inputs = self._inputs[key]
+        inputs.tokens[:, :width].copy_(draft.tokens)
+        if inputs.counts is not None:
+            inputs.counts.copy_(torch.tensor(draft.num_drafted), non_blocking=True)
+        if inputs.probs is not None and draft.probs is not None:
+            inputs.probs[:, :width].copy_(draft.probs)
+        return inputs
+
+    def _visible(self, drafts: int) -> int:
+        """Cache slots to read: enough for the longest row, in steps."""
+        needed = max(self.state.lengths) + drafts
+        return min(-(-needed // _SLOTS) * _SLOTS, self.state.cache.capacity)
