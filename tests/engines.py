@@ -6,8 +6,9 @@ from functools import partial
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from layerskip.assembly import build_engine
+from layerskip.assembly import PlannedDrafter, build_engine
 from layerskip.drafters import Draft, DraftContext, Drafter, draft_chain
+from layerskip.drafters.base import GoesOn
 from layerskip.engine import Engine
 from layerskip.models.decoder import Decoder
 from layerskip.plan import DraftPlan
@@ -29,6 +30,7 @@ def make_engine(
     confidence_threshold: float = 0.0,
     processors: Sequence[object] = (),
     tokenizer=None,
+    governor: str = "off",
     **settings,
 ) -> Engine:
     """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are."""
@@ -40,9 +42,19 @@ def make_engine(
         seeds=list(range(len(prompts)) if seeds is None else seeds),
         caller_processors=LogitsProcessorList(processors),
         caller_criteria=StoppingCriteriaList(),
+        governor=governor,
     )
     decoder = Decoder(model)
-    return build_engine(decoder, request, make_drafter and partial(make_drafter, decoder), tokenizer)
+    planned = {}
+    if make_drafter is not None:
+        planned["drafter"] = PlannedDrafter(partial(make_drafter, decoder), 0.1, max_drafts)
+    return build_engine(decoder, request, planned, tokenizer)
+
+
+def drafter_of(engine: Engine) -> Drafter:
+    """The engine's only drafter."""
+    (drafter,) = engine.drafters.values()
+    return drafter
 
 
 def run_checked(engine: Engine) -> list[list[int]]:
@@ -78,7 +90,10 @@ class ScriptedDrafter:
     def begin(self, state: DecodeState) -> None:
         pass
 
-    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+    def outlook(self, state: DecodeState) -> list[int | None]:
+        return [0] * state.batch
+
+    def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         count = max(limits)
         tokens = torch.tensor(
             [[self.script(row, length + i) for i in range(count)] for row, length in enumerate(state.lengths)]
@@ -86,7 +101,7 @@ class ScriptedDrafter:
         for offset in range(count):
             state.token_ids[state.rows, state.indices(offset)] = tokens[:, offset]
         probs = torch.nn.functional.one_hot(tokens, self.context.vocab_size).double()
-        return Draft(tokens, probs, torch.tensor(limits))
+        return Draft(tokens, list(limits), probs)
 
     def observe(self, state: DecodeState) -> None:
         pass
@@ -102,9 +117,12 @@ class LogitsDrafter:
     def begin(self, state: DecodeState) -> None:
         pass
 
-    def propose(self, state: DecodeState, limits: Sequence[int]) -> Draft:
+    def outlook(self, state: DecodeState) -> list[int | None]:
+        return [0] * state.batch
+
+    def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         logits = self.logits.expand(state.batch, 1, -1)
-        return draft_chain(lambda offset: logits, self.context, state, limits)
+        return draft_chain(lambda offset: logits, self.context, state, limits, goes_on)
 
     def observe(self, state: DecodeState) -> None:
         pass

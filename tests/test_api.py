@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 import layerskip
 from layerskip import DraftPlan, InputError, Model, UnsupportedModelError, load, wrap
 from layerskip.models.loading import quiet
+from tests.drafting import always
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, tiny_model, transformers_greedy
 from tests.toy_tokenizer import character_tokenizer
@@ -54,7 +55,9 @@ class TestLoadAndWrap:
         loaded = load(folder, dtype="float64")
         assert isinstance(loaded, Model)
         for inputs in ("Hello", [3, 4, 5], [{"role": "user", "content": "Hello"}]):
-            ours, theirs = (each.generate(inputs, plan=DraftPlan.exit(2), max_new_tokens=8) for each in (loaded, model))
+            ours, theirs = (
+                each.generate(inputs, **always(DraftPlan.exit(2)), max_new_tokens=8) for each in (loaded, model)
+            )
             assert torch.equal(ours.sequences, theirs.sequences)
             assert ours.text == theirs.text
 
@@ -120,7 +123,7 @@ class TestResult:
             getattr(result, read)
 
     def test_drafted_flags_agree_with_the_statistics(self, model):
-        result = model.generate(prompt(), plan=DraftPlan.exit(3), **OPTIONS)
+        result = model.generate(prompt(), **always(DraftPlan.exit(3)), **OPTIONS)
         assert sum(result.drafted[0]) == result.stats.accepted > 0
         assert result.drafted[0][0] is False
 
@@ -138,7 +141,7 @@ class TestTransformersSwitches:
     """assistant_early_exit, assistant_model, num_assistant_tokens and assistant_confidence_threshold."""
 
     def compare(self, model, plan, **switches):
-        result = model.generate(prompt(), **switches, **OPTIONS)
+        result = model.generate(prompt(), governor="off", **switches, **OPTIONS)
         assert result.plan == plan
         assert torch.equal(result.sequences, transformers_greedy(model.hf_model, prompt(), max_new_tokens=20))
         assert result.stats.proposed > 0
@@ -173,7 +176,7 @@ class TestTransformersSwitches:
 
     def test_a_plan_file_beside_its_draft_model(self, model, draft_folder):
         DraftPlan.model(draft_folder, num_draft_tokens=3).save(draft_folder.parent / "plan.json")
-        result = model.generate(prompt(), plan=draft_folder.parent / "plan.json", **OPTIONS)
+        result = model.generate(prompt(), **always(draft_folder.parent / "plan.json"), **OPTIONS)
         assert result.plan.draft_model == str(draft_folder.resolve())
         assert torch.equal(result.sequences, transformers_greedy(model.hf_model, prompt(), max_new_tokens=20))
 
@@ -195,7 +198,7 @@ class TestStreamers:
     def test_the_same_calls_as_from_transformers(self, model, plan):
         """The prompt, then the tokens one by one, then the end; drafts make no difference."""
         ours, theirs = self.Recorder(), self.Recorder()
-        model.generate(prompt(), plan=plan, streamer=ours, **OPTIONS)
+        model.generate(prompt(), **always(plan), streamer=ours, **OPTIONS)
         transformers_greedy(model.hf_model, prompt(), max_new_tokens=20, streamer=theirs)
         assert len(ours.calls) == len(theirs.calls) == 22
         for our, their in zip(ours.calls[:-1], theirs.calls[:-1], strict=True):
@@ -206,12 +209,14 @@ class TestStreamers:
         """An EOS inside an accepted draft ends the stream with it."""
         text = transformers_greedy(model.hf_model, prompt(), max_new_tokens=20)[0].tolist()
         recorder = self.Recorder()
-        model.generate(prompt(), plan=DraftPlan.skip(), streamer=recorder, eos_token_id=text[12], max_new_tokens=20)
+        model.generate(
+            prompt(), **always(DraftPlan.skip()), streamer=recorder, eos_token_id=text[12], max_new_tokens=20
+        )
         assert [int(call) for call in recorder.calls[1:-1]] == text[9 : text.index(text[12], 9) + 1]
 
     def test_text_streamer(self, model, capsys):
         streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        result = model.generate("Hello", plan=DraftPlan.exit(2), streamer=streamer, **OPTIONS)
+        result = model.generate("Hello", **always(DraftPlan.exit(2)), streamer=streamer, **OPTIONS)
         assert capsys.readouterr().out == result.text + "\n"
 
     def test_text_iterator_streamer_in_a_thread(self, model):
@@ -262,7 +267,7 @@ def test_threads_with_different_plans_do_not_disturb_each_other(family):
     def decode(plan):
         barrier.wait()
         for _ in range(2):
-            wrong[not torch.equal(model.generate(prompt(), plan=plan, **OPTIONS).sequences, own)] += 1
+            wrong[not torch.equal(model.generate(prompt(), **always(plan), **OPTIONS).sequences, own)] += 1
 
     threads = [threading.Thread(target=decode, args=(plan,)) for plan in plans]
     for thread in threads:
@@ -275,7 +280,7 @@ def test_threads_with_different_plans_do_not_disturb_each_other(family):
 def test_two_streams_of_one_model_may_be_read_in_turns(model):
     """Each holds a cache and tokens of its own."""
     inputs = ("Hello", "World")
-    streams = [model.stream(each, plan=DraftPlan.exit(2), **OPTIONS) for each in inputs]
+    streams = [model.stream(each, **always(DraftPlan.exit(2)), **OPTIONS) for each in inputs]
     for _ in range(10):
         for stream in streams:
             next(stream)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from layerskip import DraftPlan, InputError, wrap
+from tests.drafting import always
 from tests.special_models import agreeing_model, llama_with
 from tests.tiny_models import prompt, tiny_model, transformers_greedy
 
@@ -33,7 +34,7 @@ def padded(prompts, pad: int = 0):
 def test_greedy_rows_equal_each_row_alone(family, plan):
     """Catches positions, masks or cache entries that are taken from the longest row instead of the row's own."""
     model = agreeing_model(family)
-    result = wrap(model).generate(PROMPTS, plan=plan, max_new_tokens=16, eos_token_id=None)
+    result = wrap(model).generate(PROMPTS, **always(plan), max_new_tokens=16, eos_token_id=None)
     for row, tokens in zip(PROMPTS, result.new_token_ids, strict=True):
         own = transformers_greedy(model, torch.tensor([row]), max_new_tokens=16)
         assert tokens == own[0, len(row) :].tolist()
@@ -45,7 +46,7 @@ def test_sampled_rows_equal_each_row_alone(rule, plan):
     """Given its seed, a row does not know that it has company: catches noise shared or shifted between rows."""
     model = wrap(agreeing_model("llama"))
     options = {
-        "plan": plan, "max_new_tokens": 16, "eos_token_id": None, "acceptance_rule": rule, "do_sample": True,
+        **always(plan), "max_new_tokens": 16, "eos_token_id": None, "acceptance_rule": rule, "do_sample": True,
         "temperature": 0.8, "repetition_penalty": 1.3,
     }  # fmt: skip
     together = model.generate(PROMPTS, seed=[4, 40, 400, 4000], **options)
@@ -64,7 +65,7 @@ def test_sequences_are_laid_out_as_transformers_does(plan, eos):
     ids, mask = padded(PROMPTS)
     eos = own_token(model, PROMPTS[1], 4) if eos == 5 else eos
     own = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=0)
-    options = {"plan": PLANS[plan], "max_new_tokens": 12, "eos_token_id": eos}
+    options = {**always(PLANS[plan]), "max_new_tokens": 12, "eos_token_id": eos}
     for inputs in ({"input_ids": ids, "attention_mask": mask}, {"inputs": PROMPTS}):
         assert torch.equal(wrap(model).generate(**inputs, **options).sequences, own)
 
@@ -78,7 +79,7 @@ def test_rows_that_end_at_different_times(plan):
     """A finished row's tokens, statistics and reason stay as they are while others go on."""
     model = agreeing_model("llama")
     eos = [own_token(model, PROMPTS[0], 2), own_token(model, PROMPTS[2], 7)]
-    result = wrap(model).generate(PROMPTS, plan=PLANS[plan], max_new_tokens=20, eos_token_id=eos)
+    result = wrap(model).generate(PROMPTS, **always(PLANS[plan]), max_new_tokens=20, eos_token_id=eos)
     lengths = [len(row) for row in result.new_token_ids]
     assert len(set(lengths)) > 1
     for row, tokens, reason, drafted in zip(
@@ -100,7 +101,7 @@ def test_processors_in_rows_of_different_lengths(controls):
     model = agreeing_model("llama")
     eos = own_token(model, PROMPTS[1], 1)
     options = {"max_new_tokens": 12, "eos_token_id": eos, "pad_token_id": 0, **controls}
-    result = wrap(model).generate(PROMPTS, plan=DraftPlan.exit(3), **options)
+    result = wrap(model).generate(PROMPTS, **always(DraftPlan.exit(3)), **options)
     for row, tokens in zip(PROMPTS, result.new_token_ids, strict=True):
         assert tokens == transformers_greedy(model, torch.tensor([row]), **options)[0, len(row) :].tolist()
 
@@ -119,7 +120,7 @@ def test_several_sequences_for_each_prompt():
 def test_a_row_at_the_models_last_position_does_not_stop_the_others():
     model = agreeing_model("llama")
     rows = [prompt(155, seed=1)[0].tolist(), PROMPTS[1]]
-    result = wrap(model).generate(rows, plan=DraftPlan.exit(3), max_new_tokens=12, eos_token_id=None)
+    result = wrap(model).generate(rows, **always(DraftPlan.exit(3)), max_new_tokens=12, eos_token_id=None)
     assert result.finish_reasons == ["max_positions", "length"]
     assert list(map(len, result.new_token_ids)) == [5, 12]
     for row, tokens in zip(rows, result.new_token_ids, strict=True):
@@ -131,7 +132,7 @@ def test_a_row_beyond_the_draft_models_positions_does_not_harm_the_others(llama)
     """Rows share the draft model's pass: when one has outgrown it, all decode plainly."""
     rows = [prompt(20, seed=1)[0].tolist(), PROMPTS[1]]
     result = wrap(llama).generate(
-        rows, plan=DraftPlan.model(llama_with(max_positions=24)), max_new_tokens=12, eos_token_id=None
+        rows, **always(DraftPlan.model(llama_with(max_positions=24))), max_new_tokens=12, eos_token_id=None
     )
     for row, tokens in zip(rows, result.new_token_ids, strict=True):
         own = transformers_greedy(llama, torch.tensor([row]), max_new_tokens=12)

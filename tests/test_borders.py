@@ -7,6 +7,7 @@ from transformers import LogitsProcessor
 import layerskip
 from layerskip.errors import InputError, PlanMismatchError
 from layerskip.exactness import Difference
+from tests.drafting import always
 from tests.engines import ScriptedDrafter, make_engine, run_checked
 from tests.tiny_models import prompt, tiny_model, transformers_greedy
 from tests.toy_tokenizer import character_tokenizer
@@ -52,7 +53,9 @@ def test_processors_are_not_asked_about_padding_or_finished_rows():
     model, recorder = layerskip.wrap(tiny_model("llama")), Recorder()
     prompts = [prompt()[0].tolist(), prompt(5, seed=1)[0].tolist()]
     plan = layerskip.DraftPlan.exit(2, num_draft_tokens=5, confidence_threshold=0.3)
-    result = model.generate(prompts, plan=plan, logits_processor=[recorder], max_new_tokens=10, eos_token_id=[7, 11])
+    result = model.generate(
+        prompts, **always(plan), logits_processor=[recorder], max_new_tokens=10, eos_token_id=[7, 11]
+    )
     longest = [len(row) + len(new) for row, new in zip(prompts, result.new_token_ids, strict=True)]
     for row, given in enumerate(prompts):
         asked = [prefix for prefix in recorder.prefixes if prefix[: len(given)] == given]
@@ -80,7 +83,7 @@ def test_a_draft_that_ends_on_another_device_than_it_began(first_on_second_devic
             ),
         )
     plan = layerskip.DraftPlan.exit(exit_layer)
-    result = model.generate(prompt(), plan=plan, max_new_tokens=9, eos_token_id=None)
+    result = model.generate(prompt(), **always(plan), max_new_tokens=9, eos_token_id=None)
     assert torch.equal(result.sequences, transformers_greedy(model.hf_model, prompt(), max_new_tokens=9))
     assert all(of_block == of_span for of_block, of_span in seen)
 
@@ -196,7 +199,7 @@ class TestOddInputs:
     @pytest.mark.parametrize("drafts", [10**6, 10**30])
     def test_a_draft_length_beyond_all_room_costs_nothing(self, model, drafts):
         plan = layerskip.DraftPlan.exit(2, num_draft_tokens=drafts)
-        result = model.generate(prompt(), plan=plan, max_new_tokens=8, eos_token_id=None)
+        result = model.generate(prompt(), **always(plan), max_new_tokens=8, eos_token_id=None)
         assert torch.equal(result.sequences, transformers_greedy(model.hf_model, prompt(), max_new_tokens=8))
         assert len(result.stats.accepted_histogram) <= 9
 

@@ -13,6 +13,7 @@ from layerskip.cli import main
 from layerskip.cli.options import SETTINGS
 from layerskip.cli.parser import layer_numbers
 from layerskip.cli.terminal import show_stream
+from layerskip.request import GOVERNORS
 from layerskip.rules import RULES
 from layerskip.stream import StreamPiece
 from tests.checkpoints import save_tiny
@@ -67,8 +68,8 @@ def test_text_goes_to_stdout_and_a_line_about_it_to_stderr(run, checkpoint, mode
 
 
 def test_json_says_what_python_says(generate, model):
-    printed = generate("--assistant-early-exit", 2, PROMPT)
-    result = model.generate(PROMPT, max_new_tokens=12, assistant_early_exit=2)
+    printed = generate("--assistant-early-exit", 2, "--governor", "off", PROMPT)
+    result = model.generate(PROMPT, max_new_tokens=12, assistant_early_exit=2, governor="off")
     assert printed["text"] == result.text
     assert printed["token_ids"] == result.new_token_ids[0]
     assert printed["drafted"] == result.drafted[0]
@@ -96,7 +97,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_drafting_options(generate, model, name):
     arguments, fields = PLANS[name]
-    printed = generate(*arguments, PROMPT)
+    printed = generate(*arguments, "--governor", "off", PROMPT)
     assert printed["text"] == model.generate(PROMPT, max_new_tokens=12).text
     assert printed["plan"] | fields == printed["plan"]
     assert printed["stats"]["proposed"] > 0
@@ -131,9 +132,16 @@ def test_every_setting_arrives(generate):
     assert settings["seed"] == [5]
 
 
-def test_rules_are_those_of_the_runtime(run):
-    for rule in RULES:
-        assert rule in run("generate", "--help")[1]
+def test_rules_and_governors_are_those_of_the_runtime(run):
+    for name in (*RULES, *GOVERNORS):
+        assert name in run("generate", "--help")[1]
+
+
+def test_costs_for_the_fixed_governor_arrive(generate):
+    plan = ["--assistant-early-exit", 2, "--governor", "fixed"]
+    settings = generate(*plan, "--draft-cost", 0.4, "--verify-slope", 0.05, PROMPT)["settings"]
+    assert (settings["governor"], settings["cost_ratios"]) == ("fixed", {"draft": 0.4, "verify_slope": 0.05})
+    assert generate(*plan, PROMPT)["settings"]["cost_ratios"]["draft"] is None
 
 
 def test_a_seed_decides_and_the_invariant_rule_ignores_the_plan(generate):

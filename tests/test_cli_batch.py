@@ -151,7 +151,7 @@ def test_json_is_refused_where_it_has_no_effect(run, files, unloadable):
 
 
 def test_the_last_line_pools_all_prompts(run, files):
-    _, _, err = run("--assistant-early-exit", 2, "--num-assistant-tokens", 3)
+    _, _, err = run("--assistant-early-exit", 2, "--num-assistant-tokens", 3, "--governor", "off")
     parts = [each["stats"] for each in records(files[1])]
     total = {name: sum(part[name] for part in parts) for name in ("new_tokens", "round_tokens", "rounds", "decode_s")}
     drafts = {name: sum(part[name] for part in parts) for name in ("proposed", "accepted")}
@@ -196,17 +196,17 @@ def interrupt(monkeypatch):
 
 
 def test_an_interrupted_run_leaves_whole_lines_and_goes_on(run, files, interrupt, monkeypatch):
-    assert run("--skip-mlp", 1)[0] == 0
+    assert run("--skip-mlp", 1, "--governor", "off")[0] == 0
     whole = [without_times(each) for each in records(files[1])]
     files[1].unlink()
     interrupt(after=2)
-    code, _, err = run("--skip-mlp", 1)
+    code, _, err = run("--skip-mlp", 1, "--governor", "off")
     assert (code, len(records(files[1]))) == (130, 2)
     assert "2 prompts" in err.splitlines()[-1]
     with files[1].open("a") as output:
         output.write('{"line": 4, "te')  # as if the machine had gone off in the middle of a write
     interrupt(after=2)
-    code, _, err = run("--skip-mlp", 1, "--resume")
+    code, _, err = run("--skip-mlp", 1, "--governor", "off", "--resume")
     assert code == 0
     assert "2 prompts" in err.splitlines()[-1]
     assert [without_times(each) for each in records(files[1])] == whole

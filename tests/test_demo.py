@@ -13,6 +13,7 @@ from layerskip.cli.demo import MARKS, run_demo
 from layerskip.exactness import Difference
 from layerskip.models import reference
 from tests.checkpoints import save_tiny
+from tests.drafting import always
 from tests.tiny_models import tiny_model
 from tests.toy_tokenizer import character_tokenizer
 
@@ -44,16 +45,16 @@ def test_both_answers_are_shown_and_accepted_drafts_marked(half, capsys, same_wi
     messages = [{"role": "user", "content": "why"}]
     plain, drafting = answers(out)
     assert plain == half.generate(messages, **call).text.rstrip("\n")
-    assert re.sub("[‹›]", "", drafting) == half.generate(messages, plan=PLAN, **call).text.rstrip("\n")
-    drafted = "".join(piece for piece in half.stream(messages, plan=PLAN, **call) if piece.drafted)
+    assert re.sub("[‹›]", "", drafting) == half.generate(messages, **always(PLAN), **call).text.rstrip("\n")
+    drafted = "".join(piece for piece in half.stream(messages, **always(PLAN), **call) if piece.drafted)
     marked = "".join(re.findall(f"{MARKS[0]}(.*?){MARKS[1]}", drafting, flags=re.DOTALL))
     assert marked == drafted
     assert 0 < len(marked) < 40
     assert ("Both ran every pass over 4 tokens" in out) == same_width
     assert "3 of 4 attentions and 4 of 4 MLPs draft 3 tokens a round" in out
-    assert re.search(
-        r"At full speed .*: [\d.]+ tokens/s plainly, [\d.]+ with drafts, [\d.]+ times (slower|faster)", out
-    )
+    assert re.search(r"  plain +[\d.]+ tokens/s\n", out)
+    for arm in ("always drafting", "governed"):
+        assert re.search(rf"  {arm} +[\d.]+ tokens/s, ([\d.]+ times (slower|faster)|no difference)", out)
     assert "Untrained drafts on a model this small do not pay" in out
     if same_width:
         count = len(half.generate(messages, **call).new_token_ids[0])

@@ -1,59 +1,85 @@
 """The drafters keep the contract, and what is special to each."""
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
 
-from layerskip.drafters import ModelDrafter, SelfDrafter
+from layerskip.drafters import LookupDrafter, ModelDrafter, SelfDrafter
 from layerskip.drafters.self_draft import count_exact_blocks
+from layerskip.governor import Always, Source
 from layerskip.models.decoder import Decoder, Step
 from layerskip.plan import DraftPlan
-from tests.contracts import PROMPTS, DrafterContract
-from tests.engines import LogitsDrafter, make_engine, run_checked
+from tests.contracts import PROMPTS, DrafterContract, DrawingDrafterContract
+from tests.engines import LogitsDrafter, drafter_of, make_engine, run_checked
 from tests.special_models import agreeing_model
-from tests.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
+from tests.tiny_models import NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
 
 
 def self_drafter(plan: DraftPlan):
     return lambda decoder, context: SelfDrafter(decoder, plan.path(decoder.num_blocks), context)
 
 
-class TestExit(DrafterContract):
+class TestExit(DrawingDrafterContract):
     make_drafter = staticmethod(self_drafter(DraftPlan.exit(2)))
 
 
-class TestSkippedAttention(DrafterContract):
+class TestSkippedAttention(DrawingDrafterContract):
     make_drafter = staticmethod(self_drafter(DraftPlan.skip(attention=[1, 2])))
 
 
-class TestSkippedFirstLayer(DrafterContract):
+class TestSkippedFirstLayer(DrawingDrafterContract):
     """Nothing of the draft is exact."""
 
     make_drafter = staticmethod(self_drafter(DraftPlan.skip([0], [0])))
 
 
-class TestNothingSkipped(DrafterContract):
+class TestNothingSkipped(DrawingDrafterContract):
     """Everything of the draft is exact."""
 
     make_drafter = staticmethod(self_drafter(DraftPlan.skip()))
 
 
-class TestSlidingWindow(DrafterContract):
+class TestSlidingWindow(DrawingDrafterContract):
     family = "mistral-window"
     make_drafter = staticmethod(self_drafter(DraftPlan.exit(3)))
 
 
-class TestOtherModel(DrafterContract):
+class TestOtherModel(DrawingDrafterContract):
     make_drafter = staticmethod(lambda _, context: ModelDrafter(Decoder(tiny_model("llama")), context))
 
 
-class TestTheModelItself(DrafterContract):
+class TestTheModelItself(DrawingDrafterContract):
     make_drafter = staticmethod(lambda decoder, context: ModelDrafter(decoder, context))
 
 
-class TestUniform(DrafterContract):
-    """A drafter of the tests: the contract asks for nothing that only the two real ones have."""
+class TestDraftVocabulary(DrawingDrafterContract):
+    """Half of the ids are never drafted; those between them must not move up."""
+
+    @staticmethod
+    def make_drafter(decoder, context):
+        path = DraftPlan.exit(2).path(decoder.num_blocks)
+        return SelfDrafter(decoder, path, context, vocabulary=range(0, VOCAB_SIZE, 2))
+
+
+class TestLookup(DrafterContract):
+    """Prompts in which the model's first token stands already, so that there is something to look up."""
+
+    make_drafter = staticmethod(lambda _, context: LookupDrafter(context))
+
+    @functools.cached_property
+    def prompts(self):
+        texts = (prompt(length, seed=seed) for seed in range(99) for length in (39, 34, 43))
+        return [text[0].tolist() for text in itertools.islice(filter(self.repeats, texts), 3)]
+
+    def repeats(self, text):
+        return int(transformers_greedy(self.target, text, max_new_tokens=1)[0, -1]) in text[0, :-1].tolist()
+
+
+class TestUniform(DrawingDrafterContract):
+    """A drafter of the tests: the contract asks for nothing that only the real ones have."""
 
     make_drafter = staticmethod(lambda _, context: LogitsDrafter(context, torch.linspace(0, 3, VOCAB_SIZE)))
 
@@ -79,8 +105,8 @@ def test_exact_states_are_those_of_a_full_pass(plan):
     """Verification goes on from them. Catches states of other positions, or behind another number of blocks."""
     engine = make_engine(agreeing_model("llama"), PROMPTS, self_drafter(plan), max_new_tokens=16)
     engine.read_prompts()
-    with torch.no_grad():
-        draft = engine.drafter.propose(engine.state, [4, 4, 4])
+    with torch.inference_mode():
+        draft = drafter_of(engine).propose(engine.state, [4, 4, 4])
     decoder = engine.decoder
     for row, length in enumerate(engine.state.lengths):
         text = engine.state.token_ids[row : row + 1, : length + 3]  # the last draft was not run
@@ -109,25 +135,30 @@ def test_a_draft_ends_behind_its_first_unsure_token(do_sample, threshold):
             confidence_threshold=threshold,
         )
         engine.read_prompts()
-        return engine.drafter.propose(engine.state, [6] * 60)
+        return drafter_of(engine).propose(engine.state, [6] * 60)
 
     whole, cut = propose(0.0), propose(threshold)
-    assert (whole.num_drafted == 6).all()
+    assert whole.num_drafted == [6] * 60
     for row, tokens in enumerate(whole.tokens.tolist()):
         unsure = [offset for offset, token in enumerate(tokens) if probs[token] < threshold]
         count = 1 + min(unsure, default=5)
         assert cut.num_drafted[row] == count
         assert cut.tokens[row, :count].tolist() == tokens[:count]
     if do_sample:
-        assert len(set(cut.num_drafted.tolist())) > 1
+        assert len(set(cut.num_drafted)) > 1
 
 
 def test_a_self_draft_without_exact_blocks_hands_over_no_states():
     engine = make_engine(agreeing_model("llama"), PROMPTS, self_drafter(DraftPlan.skip(mlp=[0])), max_new_tokens=16)
     engine.read_prompts()
-    with torch.no_grad():
-        draft = engine.drafter.propose(engine.state, [2, 2, 2])
+    with torch.inference_mode():
+        draft = drafter_of(engine).propose(engine.state, [2, 2, 2])
     assert (draft.exact_states, draft.exact_blocks) == (None, 0)
+
+
+def drafting(most: int) -> Always:
+    """A governor that lets the engine's only drafter draft so many tokens a round."""
+    return Always({"drafter": Source(most, cost_ratio=0.1)})
 
 
 class TestModelDrafterCache:
@@ -147,8 +178,8 @@ class TestModelDrafterCache:
         engine = self.engine()
         commits = engine.read_prompts()
         while any(engine.state.active):
-            engine.drafter.cache.check()
-            behind = [length - held for length, held in zip(engine.state.lengths, engine.drafter.cache.lengths,
+            drafter_of(engine).cache.check()
+            behind = [length - held for length, held in zip(engine.state.lengths, drafter_of(engine).cache.lengths,
                                                             strict=True)]  # fmt: skip
             assert all(1 <= each <= 2 for each in behind)
             commits = engine.decode_round()
@@ -158,7 +189,7 @@ class TestModelDrafterCache:
         """Catches entries of rejected drafts that survive a rollback: drafts would slowly get worse, output not."""
         engine = self.engine()
         rows = run_checked(engine)
-        decoder, cache = engine.drafter.decoder, engine.drafter.cache
+        decoder, cache = drafter_of(engine).decoder, drafter_of(engine).cache
         for row, tokens in enumerate(rows):
             text, held = torch.tensor([PROMPTS[row] + tokens]), cache.lengths[row]
             fresh, span = decoder.new_cache(1, held), decoder.span([0], held)
@@ -171,15 +202,15 @@ class TestModelDrafterCache:
         engine, steady = self.engine(PROMPTS[:1]), self.engine(PROMPTS[:1])
         for each in (engine, steady):
             each.read_prompts()
-        engine.max_drafts = 0
+        engine.governor = drafting(0)
         for _ in range(5):
             engine.decode_round()
-        engine.max_drafts = 4
         while steady.state.lengths < engine.state.lengths:
-            steady.max_drafts = 1 if steady.state.lengths[0] + 2 <= engine.state.lengths[0] else 0
+            steady.governor = drafting(1 if steady.state.lengths[0] + 2 <= engine.state.lengths[0] else 0)
             steady.decode_round()
-        with torch.no_grad():
-            drafts = [each.drafter.propose(each.state, [4]) for each in (engine, steady)]
+        assert steady.stats.proposed and not engine.stats.proposed
+        with torch.inference_mode():
+            drafts = [drafter_of(each).propose(each.state, [4]) for each in (engine, steady)]
         assert torch.equal(drafts[0].tokens, drafts[1].tokens)
 
     def test_a_draft_of_the_target_itself_is_the_targets_own_text(self):

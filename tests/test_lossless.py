@@ -15,7 +15,8 @@ from layerskip import DraftPlan, wrap
 from layerskip.drafters import ModelDrafter, SelfDrafter
 from layerskip.models.block import Block
 from layerskip.models.decoder import Decoder
-from tests.engines import ScriptedDrafter, make_engine, run_checked
+from tests.drafting import always
+from tests.engines import ScriptedDrafter, drafter_of, make_engine, run_checked
 from tests.special_models import agreeing_model, llama_with
 from tests.tiny_models import (
     FAMILY_NAMES,
@@ -57,7 +58,7 @@ def own_text(model, new_tokens: int = NEW_TOKENS) -> list[int]:
 
 
 def assert_own_text(model, plan: DraftPlan | None, new_tokens: int = NEW_TOKENS, **options):
-    result = wrap(model).generate(prompt(), plan=plan, max_new_tokens=new_tokens, eos_token_id=None, **options)
+    result = wrap(model).generate(prompt(), max_new_tokens=new_tokens, eos_token_id=None, **always(plan), **options)
     assert result.new_token_ids == [own_text(model, new_tokens)]
     return result
 
@@ -120,7 +121,8 @@ def test_one_pass_width_makes_bfloat16_independent_of_the_draft(family):
     plain = model.generate(prompt(), **options)
     for plan in ("attention", "last layer", "exit 3"):
         for num_draft_tokens in (1, 8):
-            drafted = model.generate(prompt(), plan=with_drafts(PLANS[plan], num_draft_tokens), **options)
+            drafted = model.generate(prompt(), **always(with_drafts(PLANS[plan], num_draft_tokens)), **options)
+            assert drafted.stats.proposed > 0
             assert drafted.new_token_ids == plain.new_token_ids, (plan, num_draft_tokens)
 
 
@@ -135,7 +137,7 @@ def test_one_pass_width_reads_the_same_number_of_slots(llama, monkeypatch, plan)
         return attend(block, hidden, cache, span)
 
     monkeypatch.setattr(Block, "attend", recorded)
-    wrap(llama).generate(prompt(), plan=plan, pass_width=6, max_new_tokens=12, eos_token_id=None)
+    wrap(llama).generate(prompt(), **always(plan), pass_width=6, max_new_tokens=12, eos_token_id=None)
     assert shapes == {(6, 9 + 12 + 6)}
 
 
@@ -259,7 +261,7 @@ class TestStops:
     def compare(model, plan, reason, tokenizer=None, **settings):
         with_tokenizer = {"tokenizer": tokenizer} if tokenizer else {}
         own = transformers_greedy(model, prompt(), **settings, **with_tokenizer)
-        result = wrap(model, tokenizer).generate(prompt(), plan=plan, **{"eos_token_id": None, **settings})
+        result = wrap(model, tokenizer).generate(prompt(), **always(plan), **{"eos_token_id": None, **settings})
         assert torch.equal(result.sequences, own)
         assert result.finish_reasons == [reason]
         assert result.stats.new_tokens == len(result.new_token_ids[0]) == own.shape[1] - 9
@@ -273,7 +275,7 @@ def test_the_last_position_in_mid_draft(plan, num_draft_tokens):
     """A text ends where the model's positions end, even if more was asked for. Catches reads or writes beyond them."""
     model = llama_with(max_positions=24)
     result = wrap(model).generate(
-        prompt(), plan=with_drafts(PLANS[plan], num_draft_tokens), max_new_tokens=100, eos_token_id=None
+        prompt(), **always(with_drafts(PLANS[plan], num_draft_tokens)), max_new_tokens=100, eos_token_id=None
     )
     assert torch.equal(result.sequences, transformers_greedy(model, prompt(), max_new_tokens=24 - 9))
     assert result.finish_reasons == ["max_positions"]
@@ -281,7 +283,7 @@ def test_the_last_position_in_mid_draft(plan, num_draft_tokens):
 
 def test_the_last_position_that_was_asked_for_is_no_surprise():
     model = llama_with(max_positions=24)
-    result = wrap(model).generate(prompt(), plan=DraftPlan.exit(2), max_new_tokens=15, eos_token_id=None)
+    result = wrap(model).generate(prompt(), **always(DraftPlan.exit(2)), max_new_tokens=15, eos_token_id=None)
     assert result.finish_reasons == ["length"]
 
 
@@ -291,7 +293,8 @@ class TestDraftModel:
     def compare(self, draft, num_draft_tokens=4, target=None, tokenizer=None, max_new_tokens=24):
         target = target or tiny_model("llama")
         plan = DraftPlan.model(draft, num_draft_tokens=num_draft_tokens)
-        result = wrap(target, tokenizer).generate(prompt(), plan=plan, max_new_tokens=max_new_tokens, eos_token_id=None)
+        options = {"max_new_tokens": max_new_tokens, "eos_token_id": None}
+        result = wrap(target, tokenizer).generate(prompt(), **always(plan), **options)
         assert torch.equal(result.sequences, transformers_greedy(target, prompt(), max_new_tokens=max_new_tokens))
         return result.stats
 
@@ -344,11 +347,12 @@ class TestDraftModel:
         engine = make_engine(
             tiny_model("llama"), prompt().tolist(), lambda _, context: ModelDrafter(Decoder(draft), context)
         )
-        engine.drafter.decoder.head = lambda hidden: torch.ones(*hidden.shape[:2], 64).index_fill(
+        drafter_of(engine).decoder.logits = lambda hidden: torch.ones(*hidden.shape[:2], 64).index_fill(
             -1, torch.tensor([62]), 100.0
         )
         engine.read_prompts()
-        assert engine.drafter.propose(engine.state, [4]).tokens.max() < VOCAB_SIZE
+        with torch.inference_mode():
+            assert drafter_of(engine).propose(engine.state, [4]).tokens.max() < VOCAB_SIZE
 
     def test_a_draft_model_of_another_dtype(self):
         draft = copy.deepcopy(tiny_model("llama")).to(torch.float32)
@@ -381,7 +385,7 @@ def test_processors_in_greedy_decoding(model, controls, plan):
     """Catches a processor that sees a prefix other than the true one, on draft or target, or in another order."""
     model = agreeing_model("llama") if model == "agreeing" else tiny_model("llama")
     result = wrap(model).generate(
-        prompt(), plan=PLANS.get(plan), max_new_tokens=16, **{"eos_token_id": None, "pad_token_id": 0, **controls}
+        prompt(), **always(PLANS.get(plan)), max_new_tokens=16, **{"eos_token_id": None, "pad_token_id": 0, **controls}
     )
     assert torch.equal(result.sequences, transformers_greedy(model, prompt(), max_new_tokens=16, **controls))
 
@@ -408,7 +412,7 @@ class TestExactPrefix:
     )
     def test_early_blocks_run_for_the_last_draft_alone(self, llama, passes, plan, exact):
         """In a round of k drafts, each exact block runs k + 1 tokens in all and each other block k + 1 in one pass."""
-        wrap(llama).generate(prompt(), plan=with_drafts(PLANS[plan], 4), max_new_tokens=6, eos_token_id=None)
+        wrap(llama).generate(prompt(), **always(with_drafts(PLANS[plan], 4)), max_new_tokens=6, eos_token_id=None)
         # The prompt gives the first token, at position 9; the first round drafts 4 behind it.
         del passes[:NUM_LAYERS]
         path = [step.block for step in PLANS[plan].path(NUM_LAYERS) if step.attention]
@@ -419,7 +423,7 @@ class TestExactPrefix:
 
     @pytest.mark.parametrize("plan", ["exit 2", "attention", "nothing"])
     def test_output_is_the_same_without_reuse(self, llama, passes, plan):
-        options = {"plan": PLANS[plan], "max_new_tokens": 20, "eos_token_id": None}
+        options = {**always(PLANS[plan]), "max_new_tokens": 20, "eos_token_id": None}
         reused = wrap(llama).generate(prompt(), **options)
         del passes[:]
         again = wrap(llama).generate(prompt(), **options, pass_width=5)

@@ -231,7 +231,9 @@ class TestSwitches:
     @pytest.mark.parametrize("limit", [{"num_assistant_tokens": 3}, {"assistant_confidence_threshold": 0.5}])
     def test_a_limit_without_a_drafter(self, limit):
         """It would have no effect. (A config may carry it for those who draft.)"""
-        with pytest.raises(SettingError, match=r"got \w+ without anything that drafts; pass plan= or assistant_early"):
+        with pytest.raises(
+            SettingError, match=r"got \w+ without anything that drafts by a model; pass plan= or assistant_early"
+        ):
             request([3], **limit)
         assert request([3], generation_config=GenerationConfig(**limit)).plan is None
 

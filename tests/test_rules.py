@@ -1,6 +1,6 @@
 """The acceptance rules as decoding uses them: several rounds on a toy language whose law is known exactly.
 
-The toy target and draft are tables: the next token's distribution given the last token.
+The toy target and draft are tables: the next token's distribution given the last token. Rules are given its logarithm.
 """
 
 import pytest
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from layerskip import rules
+from layerskip.draft import Draft
 from layerskip.errors import SettingError
-from layerskip.rules import RULES, AcceptanceRule, make_rule
+from layerskip.noise import Purpose, exponential
+from layerskip.rules import RULES, AcceptanceRule, draw_token, make_rule
+from layerskip.verify import race
 from tests.chi_square import chi_square_p_value
 
 START, VOCAB, LENGTH = 0, 3, 3
@@ -48,28 +51,24 @@ def decode(
             or not.
     """
     tokens = torch.full((rows, 1 + length + max_drafts + 1), START)
-    row, lengths, round_index = torch.arange(rows), torch.ones(rows, dtype=torch.int64), 0
+    row, lengths, round_tensor = torch.arange(rows), torch.ones(rows, dtype=torch.int64), torch.tensor(0)
     resting = torch.zeros(rows, dtype=torch.bool)
     while (lengths < 1 + length).any():
-        round_index += 1
+        round_tensor += 1
         live, num_drafted, probs = ~resting, torch.zeros_like(lengths), []
         for offset in range(max_drafts):
             where = (lengths + offset).clamp(max=tokens.shape[1] - 1)  # finished rows draft into the last place
-            probs.append(draft[tokens[row, where - 1]])
-            tokens[row, where] = rule.draw(probs[-1][:, None], where[:, None], round_index)[:, 0]
+            scores = draft[tokens[row, where - 1]].log()
+            drawn, step_probs = rule.draw(scores[:, None], where[:, None], round_tensor)
+            tokens[row, where] = drawn[:, 0]
+            probs += [] if step_probs is None else [step_probs]
             num_drafted += live
             resting = live & (tokens[row, where] == pause_after)
             live = live & (tokens[row, where] != stop_behind)
         places = (lengths[:, None] + torch.arange(max_drafts + 1)).clamp(max=tokens.shape[1] - 1)
         drafted = tokens.gather(1, places[:, :max_drafts])
-        acceptance = rule.accept(
-            drafted,
-            torch.stack(probs, 1) if probs else torch.zeros(rows, 0, VOCAB),
-            target[tokens.gather(1, places - 1)],
-            num_drafted,
-            places,
-            round_index,
-        )
+        proposed = Draft(drafted, num_drafted.tolist(), torch.cat(probs, 1) if probs else None)
+        acceptance = rule.accept(proposed, target[tokens.gather(1, places - 1)].log(), places, round_tensor)
         going = lengths < 1 + length
         next_place = (lengths + acceptance.accepted)[going]
         tokens[row[going], next_place] = acceptance.next_token[going]
@@ -160,15 +159,14 @@ def test_maximal_texts_depend_on_the_draft():
 @every_rule
 @every_draft
 def test_greedy_texts_are_the_argmax_chain(name, draft, monkeypatch):
-    """Whatever is drafted; and greedy decoding computes no noise, which costs more than the argmax."""
-    monkeypatch.setattr(rules, "exponential", None)
-    monkeypatch.setattr(rules, "uniform", None)
+    """Whatever is drafted; and without noise or distributions, which cost more than the argmax."""
+    for name_of_cost in ("exponential", "exponential_at", "uniform", "distribution"):
+        monkeypatch.setattr(rules, name_of_cost, None)
     chain = [START]
     for _ in range(6):
         chain.append(int(TARGET[chain[-1]].argmax()))
-    target, draft = (torch.eye(VOCAB)[table.argmax(-1)] for table in (TARGET, draft))
     for max_drafts in (0, 1, 4):
-        texts = decode(make_rule(name, seeds(2), sampled=False), 2, draft, target, max_drafts=max_drafts, length=6)
+        texts = decode(make_rule(name, seeds(2), sampled=False), 2, draft, max_drafts=max_drafts, length=6)
         assert texts.tolist() == [chain[1:]] * 2
 
 
@@ -178,12 +176,15 @@ def test_noise_of_a_position_in_a_later_round(name, fresh):
 
     False-alarm probability: that 20 draws from 4096 equally likely tokens all repeat, 1e-72.
     """
-    rule, probs = make_rule(name, seeds(20), sampled=True), torch.full((20, 1, 4096), 1 / 4096)
-    positions = torch.full((20, 1), 9)
-    first = rule.draw(probs, positions, 1)
-    assert torch.equal(rule.draw(probs, positions, 1), first)
+    rule, positions = make_rule(name, seeds(20), sampled=True), torch.full((20, 1), 9)
+
+    def drawn_in(round_number: int) -> Tensor:
+        return rule.draw(torch.zeros(20, 1, 4096), positions, torch.tensor(round_number))[0]
+
+    first = drawn_in(1)
+    assert torch.equal(drawn_in(1), first)
     for later in (2, 2**20):
-        assert torch.equal(rule.draw(probs, positions, later), first) is not fresh
+        assert torch.equal(drawn_in(later), first) is not fresh
 
 
 @every_rule
@@ -191,7 +192,7 @@ def test_positions_draw_independently(name):
     """Consecutive positions of one seed, as pairs. False-alarm probability 1e-6."""
     rule = make_rule(name, torch.tensor([3]), sampled=True)
     probs = torch.tensor([0.5, 0.3, 0.2])
-    drawn = rule.draw(probs.expand(1, ROWS, 3), torch.arange(ROWS)[None], 1)[0]
+    drawn = rule.draw(probs.log().expand(1, ROWS, 3), torch.arange(ROWS)[None], torch.tensor(1))[0][0]
     pairs = torch.bincount(drawn[:-1:2] * 3 + drawn[1::2], minlength=9)
     assert chi_square_p_value(pairs, torch.outer(probs, probs).flatten()) > 1e-6
 
@@ -208,15 +209,110 @@ def test_rates_of_acceptance(draft):
     rates = {}
     for name in RULES:
         rule = make_rule(name, seeds(), sampled=True)
-        draft_probs = probs["draft"].expand(ROWS, 1, VOCAB)
-        drafted = rule.draw(draft_probs, positions[:, :1], 1)
-        acceptance = rule.accept(
-            drafted, draft_probs, probs["target"].expand(ROWS, 2, VOCAB), torch.ones(ROWS).long(), positions, 1
-        )
+        first_round = torch.tensor(1)
+        drafted, draft_probs = rule.draw(probs["draft"].log().expand(ROWS, 1, VOCAB), positions[:, :1], first_round)
+        target_scores = probs["target"].log().expand(ROWS, 2, VOCAB)
+        acceptance = rule.accept(Draft(drafted, [1] * ROWS, draft_probs), target_scores, positions, first_round)
         rates[name] = acceptance.accepted.double().mean().item()
     slack = 5 * 0.5 / ROWS**0.5
     assert rates["maximal"] == pytest.approx(1 - distance, abs=slack)
     assert (1 - distance) / (1 + distance) - slack <= rates["invariant"] <= 1 - distance + slack
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_drawn_draft_names_its_distribution_and_a_chosen_one_none(name):
+    """Catches greedy drafts that carry a whole vocabulary along, and drawn ones that pass for certain."""
+    scores, positions, first_round = TARGET.log()[None], torch.tensor([[1, 2, 3]]), torch.tensor(1)
+    _, probs = make_rule(name, seeds(1), sampled=True).draw(scores, positions, first_round)
+    torch.testing.assert_close(probs[0], TARGET)
+    tokens, none = make_rule(name, seeds(1), sampled=False).draw(scores, positions, first_round)
+    assert (tokens.tolist(), none) == ([TARGET.argmax(-1).tolist()], None)
+
+
+def test_greedy_takes_the_first_of_equals():
+    """As argmax in plain decoding: a draft and its verification must break ties alike."""
+    rule, scores = make_rule("maximal", seeds(1), sampled=False), torch.zeros(1, 1, 60)
+    scores[0, 0, [7, 30]] = 1.0
+    tokens, _ = rule.draw(scores, torch.tensor([[4]]), torch.tensor(1))
+    acceptance = rule.accept(Draft(tokens, [1]), scores.expand(1, 2, -1), torch.tensor([[4, 5]]), torch.tensor(1))
+    assert (tokens.item(), acceptance.accepted.item(), acceptance.next_token.item()) == (7, 1, 7)
+
+
+class TestPositionsWithoutDistribution:
+    """NaN anywhere, or every token banned: flagged from there on, and no other position or row is touched."""
+
+    @staticmethod
+    def num_valid(name: str, sampled: bool, scores: Tensor) -> list[int]:
+        rule, (rows, places, _) = make_rule(name, seeds(len(scores)), sampled=sampled), scores.shape
+        draft = Draft(torch.zeros(rows, places - 1, dtype=torch.int64), [places - 1] * rows)
+        return rule.accept(draft, scores, torch.arange(places).expand(rows, -1), torch.tensor(1)).num_valid.tolist()
+
+    @every_rule
+    @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+    @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_is_counted_up_to_the_first(self, name, sampled, bad, place):
+        scores = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
+        scores[1, place] = bad
+        assert self.num_valid(name, sampled, scores) == [4, place]
+
+    @every_rule
+    @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+    def test_one_nan_voids_the_position_and_one_ban_does_not(self, name, sampled):
+        scores = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(0))
+        scores[0, 1, 5], scores[1, 1, 5] = float("nan"), float("-inf")
+        assert self.num_valid(name, sampled, scores) == [1, 2]
+
+    @every_rule
+    def test_an_infinite_score_cannot_be_sampled_from(self, name):
+        """A model that overflows in float16 gives +inf, of which softmax makes NaN: a token would be random."""
+        scores = torch.zeros(1, 2, 9)
+        scores[0, 1, 4] = float("inf")
+        assert self.num_valid(name, True, scores) == [1]
+
+    @every_rule
+    @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+    def test_what_is_chosen_there_is_an_id(self, name, sampled):
+        """It is written into the tokens before anybody looks; beyond the vocabulary the embedding would fail."""
+        rule = make_rule(name, seeds(1), sampled=sampled)
+        scores = torch.full((1, 2, 9), float("nan"))
+        draft = Draft(torch.zeros(1, 1, dtype=torch.int64), [1])
+        chosen = rule.accept(draft, scores, torch.tensor([[3, 4]]), torch.tensor(1)).next_token
+        assert 0 <= chosen.item() < 9
+
+
+class TestDrawToken:
+    """Only the noise that can matter is computed; what is drawn must be what all of it gives."""
+
+    @staticmethod
+    def both(probs: Tensor) -> tuple[Tensor, Tensor]:
+        rows, tokens, ids = probs.shape
+        seeds, counters = torch.arange(rows) - 3, torch.arange(tokens).expand(rows, -1) + (5 << 32)
+        noise = exponential(seeds, counters, Purpose.TOKEN, ids)
+        return draw_token(probs, seeds, counters, Purpose.TOKEN), race(probs, noise)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    @pytest.mark.parametrize("kept", [1, 2, 17, 500])
+    def test_draws_what_the_whole_race_draws(self, kept, dtype):
+        """Catches noise of another id, row or position, and a product rounded in another dtype."""
+        scores = torch.randn(6, 40, 500, generator=torch.Generator().manual_seed(kept), dtype=dtype)
+        least = scores.topk(kept, dim=-1).values[..., -1:]
+        drawn, raced = self.both(scores.masked_fill(scores < least, float("-inf")).softmax(-1))
+        assert torch.equal(drawn, raced)
+        assert len(drawn.unique()) > 50
+
+    def test_of_a_residual(self):
+        """Which does not sum to 1, and may leave ids next to nothing."""
+        scores = torch.randn(6, 40, 50, generator=torch.Generator().manual_seed(1))
+        drawn, raced = self.both((scores.softmax(-1) - scores.flip(0).softmax(-1)).clamp(min=0) * 1e-30)
+        assert torch.equal(drawn, raced)
+
+    def test_of_the_smallest_numbers(self):
+        """A quotient of the smallest float32 number is still more than the nothing of a banned id."""
+        probs = torch.zeros(4, 10, 9)
+        probs[..., 6] = 1e-45
+        drawn, raced = self.both(probs)
+        assert (drawn == 6).all() and (raced == 6).all()
 
 
 def test_unknown_rule_is_named_with_what_is_there():

@@ -21,6 +21,7 @@ from transformers import (
 
 from layerskip import DraftPlan, SettingError, wrap
 from tests.chi_square import chi_square_p_value
+from tests.drafting import always
 from tests.engines import LogitsDrafter, make_engine
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, tiny_model
@@ -82,7 +83,7 @@ CONTROLS = {
 def sample(draft: str, controls: str, rule: str, rows: int = ROWS):
     options = {"do_sample": True, "max_new_tokens": 4, "eos_token_id": None, **CONTROLS[controls][0]}
     return wrap(tiny_vocabulary_model()).generate(
-        PROMPT, plan=DRAFTS[draft], num_return_sequences=rows, seed=1, acceptance_rule=rule, **options
+        PROMPT, **always(DRAFTS[draft]), num_return_sequences=rows, seed=1, acceptance_rule=rule, **options
     )
 
 
@@ -182,7 +183,7 @@ def test_one_row_alone_gives_what_it_gives_in_the_batch(draft):
     options = {"do_sample": True, "max_new_tokens": 4, "eos_token_id": None, **CONTROLS["all"][0]}
     model = wrap(tiny_vocabulary_model())
     for row in range(60):
-        alone = model.generate(PROMPT, plan=DRAFTS[draft], seed=1 + row, **options)
+        alone = model.generate(PROMPT, **always(DRAFTS[draft]), seed=1 + row, **options)
         assert alone.new_token_ids == [batch[row]]
 
 
@@ -228,7 +229,7 @@ class TestInvariantRule:
 
     def text(self, plan=None, inputs=None, seed=3, **changes):
         inputs = prompt() if inputs is None else inputs
-        return wrap(agreeing_model("llama")).generate(inputs, plan=plan, seed=seed, **{**self.OPTIONS, **changes})
+        return wrap(agreeing_model("llama")).generate(inputs, seed=seed, **{**always(plan), **self.OPTIONS, **changes})
 
     @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
     def test_every_plan_and_draft_length(self, plan):
@@ -270,7 +271,7 @@ class TestInvariantRule:
 
 
 class TestSeeds:
-    OPTIONS = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": None, "plan": DraftPlan.exit(3)}
+    OPTIONS = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": None, **always(DraftPlan.exit(3))}
 
     @pytest.mark.parametrize("rule", RULES)
     def test_same_seed_same_text(self, rule):

@@ -1,4 +1,4 @@
-"""From logits to distributions: transformers' own pipeline at the true prefix of every position, at once."""
+"""From logits to scores and distributions: transformers' own pipeline at the true prefix of every position, at once."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from layerskip.processing import make_processors
-from layerskip.sampling import Sampler
+from layerskip.sampling import Sampler, distribution
 from layerskip.settings import DecodingSettings
 from tests.tiny_models import VOCAB_SIZE, prompt, tiny_model
 
@@ -52,10 +52,15 @@ def sampler(*processors: LogitsProcessor, rows: int = 1, do_sample: bool = True)
     return Sampler([LogitsProcessorList(processors)] * rows, do_sample)
 
 
-def distribution(sampler: Sampler, logits: Tensor) -> Tensor:
-    """For processors that do not look at the prefix."""
+def scored(sampler: Sampler, logits: Tensor) -> Tensor:
+    """Scores by processors that do not look at the prefix."""
     batch, tokens = logits.shape[:2]
-    return sampler.distribution(logits, prompt(tokens + 3, batch=batch), [3] * batch)[0]
+    return sampler.scores(logits, prompt(tokens + 3, batch=batch), [3] * batch)
+
+
+def probabilities(sampler: Sampler, logits: Tensor) -> Tensor:
+    """The distributions that sampling draws from, likewise."""
+    return distribution(scored(sampler, logits))[0]
 
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
@@ -79,16 +84,14 @@ def test_equals_transformers_pipeline_at_each_true_prefix(given, do_sample):
     token_ids = torch.zeros((len(PROMPTS), 30), dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         token_ids[row, : len(sequence)] = sequence
-    probs, valid = Sampler(processors, do_sample).distribution(logits, token_ids, [len(row) for row in PROMPTS])
+    scores = Sampler(processors, do_sample).scores(logits, token_ids, [len(row) for row in PROMPTS])
 
-    assert valid.all() and steps >= 4
+    assert steps >= 4
     assert settings.keys() <= {"do_sample", "top_k"} or not torch.equal(logits, expected), (
         "the settings do nothing here"
     )
-    if do_sample:
-        torch.testing.assert_close(probs, expected.softmax(-1), rtol=1e-6, atol=1e-7)
-    else:
-        assert torch.equal(probs, one_hot(expected.argmax(-1)))
+    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(scores.argmax(-1), expected.argmax(-1))
 
 
 PREFIX_SETTINGS = (
@@ -131,7 +134,7 @@ def test_processors_see_the_true_prefix_of_each_position(lengths, shared):
     recorder, token_ids = Recorder(), prompt(12, batch=2)
     row_list = LogitsProcessorList([recorder])
     rows = [row_list, row_list if shared else LogitsProcessorList([recorder])]
-    Sampler(rows, do_sample=True).distribution(random_logits(2, 3), token_ids, lengths)
+    Sampler(rows, do_sample=True).scores(random_logits(2, 3), token_ids, lengths)
     expected = [token_ids[row, : lengths[row] + offset].tolist() for offset in range(3) for row in range(2)]
     assert recorder.seen == expected
 
@@ -139,7 +142,7 @@ def test_processors_see_the_true_prefix_of_each_position(lengths, shared):
 def test_each_row_has_its_own_processors():
     """Catches rows of different prompt lengths going through the first row's list."""
     rows = [LogitsProcessorList([SuppressTokensLogitsProcessor([banned], device="cpu")]) for banned in (10, 20)]
-    probs, _ = Sampler(rows, True).distribution(random_logits(2, 2), prompt(9, batch=2), [3, 3])
+    probs = probabilities(Sampler(rows, True), random_logits(2, 2))
     assert (probs[0, :, 10] == 0).all() and (probs[1, :, 20] == 0).all()
     assert (probs[0, :, 20] > 0).all() and (probs[1, :, 10] > 0).all()
 
@@ -148,7 +151,7 @@ def test_each_row_has_its_own_warpers():
     """As before on the fast path, where one call serves all rows: only those that share a list may share the call."""
     logits = random_logits(1, 2).expand(2, -1, -1)
     rows = [LogitsProcessorList([TopKLogitsWarper(kept)]) for kept in (2, 5)]
-    probs = distribution(Sampler(rows, True), logits)
+    probs = probabilities(Sampler(rows, True), logits)
     assert ((probs > 0).sum(-1) == torch.tensor([[2, 2], [5, 5]])).all()
 
 
@@ -156,7 +159,7 @@ def test_each_row_has_its_own_warpers():
 def test_a_row_without_processors_is_left_alone(empty):
     rows = [LogitsProcessorList([TopKLogitsWarper(2)]), LogitsProcessorList([TopKLogitsWarper(2)])]
     rows[empty] = LogitsProcessorList()
-    kept = (distribution(Sampler(rows, True), random_logits(2, 1)) > 0).sum(-1).flatten().tolist()
+    kept = (probabilities(Sampler(rows, True), random_logits(2, 1)) > 0).sum(-1).flatten().tolist()
     assert kept[empty] == VOCAB_SIZE and kept[1 - empty] == 2
 
 
@@ -169,8 +172,8 @@ def test_fast_path_equals_the_slow_path(rows):
     """Warpers that do not look at the prefix get all rows and positions in one call."""
     logits = random_logits(rows, 4)
     warpers = TemperatureLogitsWarper(0.8), TypicalLogitsWarper(0.9)
-    fast = distribution(sampler(*warpers, TopPLogitsWarper(0.8), rows=rows), logits)
-    slow = distribution(sampler(*warpers, SlowTopP(0.8), rows=rows), logits)
+    fast = scored(sampler(*warpers, TopPLogitsWarper(0.8), rows=rows), logits)
+    slow = scored(sampler(*warpers, SlowTopP(0.8), rows=rows), logits)
     assert torch.equal(fast, slow)
 
 
@@ -180,18 +183,24 @@ def test_positions_of_one_call_equal_calls_of_one_position():
     rows = make_processors(
         DecodingSettings(do_sample=True, repetition_penalty=1.5, top_p=0.8), LogitsProcessorList(), [3, 5], "cpu"
     )
-    together, _ = Sampler(rows, True).distribution(logits, token_ids, [3, 5])
+    together = Sampler(rows, True).scores(logits, token_ids, [3, 5])
     for offset in range(4):
-        alone, _ = Sampler(rows, True).distribution(logits[:, offset : offset + 1], token_ids, [3 + offset, 5 + offset])
+        alone = Sampler(rows, True).scores(logits[:, offset : offset + 1], token_ids, [3 + offset, 5 + offset])
         assert torch.equal(alone[:, 0], together[:, offset])
 
 
 def test_without_processors_it_is_the_softmax():
     logits = random_logits(2, 3)
-    assert torch.equal(distribution(sampler(rows=2), logits), logits.softmax(-1))
+    assert torch.equal(probabilities(sampler(rows=2), logits), logits.softmax(-1))
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_greedy_scores_without_processors_are_the_logits(dtype):
+    """Not a copy in another dtype, which would read and write a whole vocabulary only to find the same maximum."""
+    logits = random_logits(1, 2, dtype)
+    assert scored(sampler(do_sample=False), logits) is logits
+
+
 @pytest.mark.parametrize(
     ("dtype", "wide"),
     [
@@ -202,18 +211,11 @@ def test_without_processors_it_is_the_softmax():
     ],
     ids=str,
 )
-def test_distributions_have_at_least_single_precision(dtype, wide, do_sample):
+def test_distributions_have_at_least_single_precision(dtype, wide):
     """In bfloat16 a distribution over a large vocabulary does not sum to 1."""
-    probs = distribution(sampler(do_sample=do_sample), random_logits(1, 2, dtype))
+    probs = probabilities(sampler(), random_logits(1, 2, dtype))
     assert probs.dtype == wide
     torch.testing.assert_close(probs.sum(-1), torch.ones(1, 2, dtype=wide))
-
-
-def test_greedy_is_all_on_the_first_best_token():
-    """The first of equals, as argmax in plain decoding: a draft and its verification must break ties alike."""
-    logits = torch.zeros(1, 1, VOCAB_SIZE)
-    logits[0, 0, [7, 30]] = 1.0
-    assert torch.equal(distribution(sampler(do_sample=False), logits)[0, 0], one_hot(torch.tensor(7)))
 
 
 class InPlace(LogitsProcessor):
@@ -231,27 +233,26 @@ def test_logits_are_left_unchanged(processors, dtype, do_sample):
     """The draft's confidence and the scores handed to the user are read from them afterwards."""
     logits = random_logits(1, 2, dtype)
     before = logits.clone()
-    distribution(sampler(*processors, do_sample=do_sample), logits)
+    distribution(scored(sampler(*processors, do_sample=do_sample), logits))
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all ids", "one id"])
-def test_rows_without_a_next_token_are_flagged(bad, everywhere, do_sample):
+def test_rows_without_a_next_token_are_flagged(bad, everywhere):
     """NaN anywhere, or every token banned; the other rows and positions are not touched.
 
     What stands there is still a distribution, so that padding behind a short draft cannot spread NaN.
     """
     logits = random_logits(2, 3)
     logits[1, 2, slice(None) if everywhere else slice(9, 10)] = bad
-    probs, valid = sampler(do_sample=do_sample, rows=2).distribution(logits, prompt(9, batch=2), [3, 3])
+    probs, valid = distribution(scored(sampler(rows=2), logits))
     fine = bad == float("-inf") and not everywhere
     assert valid.tolist() == [[True] * 3, [True, True, fine]]
     torch.testing.assert_close(probs.sum(-1), torch.ones(2, 3))
     if not fine:
         assert torch.equal(probs[1, 2], one_hot(torch.tensor(0)))
-    expected = distribution(sampler(do_sample=do_sample, rows=2), random_logits(2, 3))
+    expected = probabilities(sampler(rows=2), random_logits(2, 3))
     assert torch.equal(probs[0], expected[0]) and torch.equal(probs[1, :2], expected[1, :2])
 
 
@@ -259,12 +260,12 @@ def test_sampling_from_infinite_logits_is_flagged():
     """A model that overflows in float16 gives +inf, of which softmax makes NaN: a token would be drawn at random."""
     logits = random_logits(1, 2)
     logits[0, 1, 4] = float("inf")
-    probs, valid = sampler().distribution(logits, prompt(9), [3])
+    probs, valid = distribution(scored(sampler(), logits))
     assert valid.tolist() == [[True, False]]
     assert probs.isfinite().all()
 
 
 def test_processors_that_ban_everything_are_flagged():
     ban = SuppressTokensLogitsProcessor(list(range(VOCAB_SIZE)), device="cpu")
-    _, valid = sampler(ban).distribution(random_logits(1, 2), prompt(9), [3])
+    _, valid = distribution(scored(sampler(ban), random_logits(1, 2)))
     assert not valid.any()

@@ -10,6 +10,7 @@ from layerskip import DraftPlan, SettingError, wrap
 from layerskip.errors import DecodingError
 from layerskip.settings import DecodingSettings
 from layerskip.stopping import make_stopping
+from tests.drafting import always
 from tests.engines import ScriptedDrafter, make_engine, run_checked
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, transformers_greedy
@@ -40,7 +41,7 @@ def own_text() -> list[int]:
 
 def generate(plan, **options):
     options = {"max_new_tokens": 20, "eos_token_id": None, **options}
-    return wrap(agreeing_model("llama"), character_tokenizer()).generate(prompt(), plan=plan, **options)
+    return wrap(agreeing_model("llama"), character_tokenizer()).generate(prompt(), **always(plan), **options)
 
 
 class TestOwnCriteria:
@@ -76,7 +77,7 @@ class TestOwnCriteria:
         """A row of another length or text must not be stopped by its neighbour."""
         rows = [prompt(9)[0].tolist(), prompt(5)[0].tolist()]
         result = wrap(agreeing_model("llama")).generate(
-            rows, stopping_criteria=[StopAt(12)], max_new_tokens=20, eos_token_id=None, plan=PLANS["exit"]
+            rows, stopping_criteria=[StopAt(12)], max_new_tokens=20, eos_token_id=None, **always(PLANS["exit"])
         )
         assert list(map(len, result.new_token_ids)) == [3, 7]
 
@@ -207,8 +208,8 @@ class TestStopStrings:
 
 def test_rows_of_different_prompts_have_criteria_of_their_own():
     rows = make_stopping(DecodingSettings(max_new_tokens=3), StoppingCriteriaList(), None, [4, 6], max_positions=8)
-    assert [row.reason_to_stop(torch.zeros(1, 7, dtype=torch.long)) for row in rows] == ["length", None]
-    assert [row.reason_to_stop(torch.zeros(1, 8, dtype=torch.long)) for row in rows] == ["length", "max_positions"]
+    assert [row.reason_to_stop(torch.zeros(1, 7, dtype=torch.long), 0) for row in rows] == ["length", None]
+    assert [row.reason_to_stop(torch.zeros(1, 8, dtype=torch.long), 0) for row in rows] == ["length", "max_positions"]
 
 
 @pytest.mark.parametrize("eos_token_id", [(), (2,), (2, 5)])
@@ -216,5 +217,5 @@ def test_no_eos_never_ends_a_row(eos_token_id):
     (row,) = make_stopping(
         DecodingSettings(max_new_tokens=9, eos_token_id=eos_token_id), StoppingCriteriaList(), None, [1], 99
     )
-    ended = [token for token in range(7) if row.reason_to_stop(torch.tensor([[1, token]])) == "eos"]
+    ended = [token for token in range(7) if row.reason_to_stop(torch.tensor([[1, token]]), token) == "eos"]
     assert ended == list(eos_token_id)

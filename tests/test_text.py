@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 from layerskip import DraftPlan, InputError, StreamPiece, wrap
 from layerskip.text import Detokenizer
+from tests.drafting import always
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt
 from tests.toy_tokenizer import byte_tokenizer, character_tokenizer, word_tokenizer
@@ -119,7 +120,8 @@ class TestStream:
         """Drafts end in the middle of characters; pieces do not."""
         tokens = byte_tokenizer()(text)["input_ids"]
         processors = LogitsProcessorList([Dictate(2, [*tokens, 2])])
-        stream = byte_model().stream("hi", plan=plan, logits_processor=processors, eos_token_id=2, max_new_tokens=99)
+        options = {"logits_processor": processors, "eos_token_id": 2, "max_new_tokens": 99}
+        stream = byte_model().stream("hi", **always(plan), **options)
         pieces = list(stream)
         assert "".join(pieces) == text == stream.result.text
         assert not any("\ufffd" in piece for piece in pieces)
@@ -130,7 +132,7 @@ class TestStream:
     def test_pieces_agree_with_the_result(self, plan, max_new_tokens):
         """Every token is in one piece, in order, and a piece is drafted if all of its tokens are."""
         model = wrap(agreeing_model("llama"), character_tokenizer())
-        stream = model.stream(prompt(), plan=plan, max_new_tokens=max_new_tokens, eos_token_id=None)
+        stream = model.stream(prompt(), **always(plan), max_new_tokens=max_new_tokens, eos_token_id=None)
         pieces, result = list(stream), stream.result
         assert "".join(pieces) == result.text
         tokens = [token for piece in pieces for token in piece.token_ids]

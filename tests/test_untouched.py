@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from layerskip import DraftPlan, LayerSkipError, wrap
 from layerskip.models.block import Block
 from layerskip.models.cache import KVCache
+from tests.drafting import always
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, tiny_model, transformers_greedy
 from tests.toy_tokenizer import character_tokenizer
@@ -67,7 +68,7 @@ def borrowed():
     yield model
     assert_unchanged(hf_model, before)
     for plan in (None, DraftPlan.exit(2)):
-        assert torch.equal(model.generate(prompt(), plan=plan, **OPTIONS).sequences, own)
+        assert torch.equal(model.generate(prompt(), **always(plan), **OPTIONS).sequences, own)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -75,15 +76,15 @@ def borrowed():
 def test_after_a_call(family, plan):
     hf_model = copy.deepcopy(agreeing_model(family))
     before = snapshot(hf_model)
-    wrap(hf_model).generate(prompt(), plan=plan, **OPTIONS)
-    wrap(hf_model).generate(prompt(), plan=plan, do_sample=True, seed=0, **OPTIONS)
+    wrap(hf_model).generate(prompt(), **always(plan), **OPTIONS)
+    wrap(hf_model).generate(prompt(), **always(plan), do_sample=True, seed=0, **OPTIONS)
     assert_unchanged(hf_model, before)
 
 
 def test_the_draft_model_too():
     draft = copy.deepcopy(tiny_model("qwen3"))
     before = snapshot(draft)
-    wrap(agreeing_model("llama")).generate(prompt(), assistant_model=draft, **OPTIONS)
+    wrap(agreeing_model("llama")).generate(prompt(), **always(DraftPlan.model(draft)), **OPTIONS)
     assert_unchanged(draft, before)
 
 
@@ -92,7 +93,7 @@ def test_a_model_in_training_mode_stays_there():
     hf_model = copy.deepcopy(agreeing_model("llama")).train().requires_grad_(True)
     hf_model(prompt()).logits.sum().backward()
     grads = {name: parameter.grad.clone() for name, parameter in hf_model.named_parameters()}
-    result = wrap(hf_model).generate(prompt(), plan=DraftPlan.exit(2), **OPTIONS)
+    result = wrap(hf_model).generate(prompt(), **always(DraftPlan.exit(2)), **OPTIONS)
     assert not result.sequences.requires_grad
     assert hf_model.training
     for name, parameter in hf_model.named_parameters():
@@ -103,7 +104,7 @@ def test_a_model_in_training_mode_stays_there():
 def test_transformers_own_generate_works_before_and_after(borrowed):
     """On the same object, which keeps no cache or setting of ours."""
     before = transformers_greedy(borrowed.hf_model, prompt(), max_new_tokens=12)
-    borrowed.generate(prompt(), plan=DraftPlan.exit(2), **OPTIONS)
+    borrowed.generate(prompt(), **always(DraftPlan.exit(2)), **OPTIONS)
     assert torch.equal(transformers_greedy(borrowed.hf_model, prompt(), max_new_tokens=12), before)
 
 
@@ -115,7 +116,7 @@ def test_weights_that_are_changed_later_are_seen():
     with torch.no_grad():
         hf_model.lm_head.weight.copy_(hf_model.lm_head.weight.roll(1, 0))
         hf_model.model.layers[1].mlp.up_proj.weight.mul_(-1)
-    second = model.generate(prompt(), plan=DraftPlan.exit(2), **OPTIONS)
+    second = model.generate(prompt(), **always(DraftPlan.exit(2)), **OPTIONS)
     assert second.new_token_ids != first.new_token_ids
     assert torch.equal(second.sequences, transformers_greedy(hf_model, prompt(), max_new_tokens=12))
 
@@ -170,7 +171,7 @@ ROLES = {
 def test_after_a_fault_in_the_callers_own_code(borrowed, plan, role, calls, error):
     """In the prompt's pass, in a draft, in verification, at a commit: it comes out as it is, and leaves no trace."""
     with pytest.raises(type(error)):
-        borrowed.generate(prompt(), plan=PLANS[plan], **{role: ROLES[role](calls, error)}, **OPTIONS)
+        borrowed.generate(prompt(), **always(PLANS[plan]), **{role: ROLES[role](calls, error)}, **OPTIONS)
 
 
 @pytest.mark.parametrize("passes", [0, 3, 4, 7, 11, 20])
@@ -187,7 +188,7 @@ def test_after_an_interruption_inside_a_block(borrowed, monkeypatch, plan, passe
     with monkeypatch.context() as patched:
         patched.setattr(Block, "attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            borrowed.generate(prompt(), plan=PLANS[plan], **OPTIONS)
+            borrowed.generate(prompt(), **always(PLANS[plan]), **OPTIONS)
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
@@ -201,7 +202,7 @@ def test_after_a_real_ctrl_c(borrowed):
     try:
         with pytest.raises(KeyboardInterrupt):
             while True:
-                borrowed.generate(prompt(), plan=DraftPlan.exit(2), **OPTIONS)
+                borrowed.generate(prompt(), **always(DraftPlan.exit(2)), **OPTIONS)
     finally:
         signal.signal(signal.SIGINT, before)
     timer.join()
@@ -211,7 +212,7 @@ def test_after_a_real_ctrl_c(borrowed):
 @pytest.mark.parametrize("plan", ["plain", "exit"])
 def test_after_a_stream_that_was_left(borrowed, plan, pieces):
     """Read in part and dropped: nothing has to be closed, and its memory is free at once."""
-    stream = borrowed.stream(prompt(), plan=PLANS[plan], **OPTIONS)
+    stream = borrowed.stream(prompt(), **always(PLANS[plan]), **OPTIONS)
     for _ in range(pieces):
         next(stream)
     cache = weakref.ref(stream._engine.state.cache)
@@ -250,7 +251,7 @@ def test_a_call_leaves_no_memory_behind(borrowed, monkeypatch, plan):
         init(cache, **shape)
 
     monkeypatch.setattr(KVCache, "__init__", noted)
-    result = borrowed.generate(prompt(), plan=plan, **OPTIONS)
+    result = borrowed.generate(prompt(), **always(plan), **OPTIONS)
     gc.collect()
     assert [cache() for cache in caches] == [None] * (2 if plan and plan.draft_model else 1)
     assert result.stats.new_tokens == 12

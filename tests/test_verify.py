@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from layerskip.verify import Acceptance, accept_by_match, accept_by_ratio, race
+from layerskip.verify import accept_by_match, accept_by_ratio, race
 from tests.chi_square import chi_square_p_value
 
 VOCAB = 6
@@ -28,60 +28,82 @@ def one_hot(tokens: list[list[int]]) -> torch.Tensor:
     return F.one_hot(torch.tensor(tokens, dtype=torch.int64), VOCAB).float()
 
 
-def greedy_by_ratio(drafts: list[list[int]], target: list[list[int]], num_drafted: list[int]) -> Acceptance:
-    """`accept_by_ratio` as greedy decoding calls it."""
+def by_ratio(
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    num_drafted: torch.Tensor,
+    uniforms: torch.Tensor,
+    exponentials: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many drafts stand, and the token behind them, drawn as the rule draws it."""
+    accepted, residual = accept_by_ratio(draft_tokens, draft_probs, target_probs, num_drafted, uniforms)
+    return accepted, race(residual, exponentials)
+
+
+def greedy_by_ratio(drafts, target, num_drafted):
+    """The ratio test between certain draft and target: the case that greedy decoding is."""
     ones = torch.ones((), dtype=torch.float64)
     tokens = torch.tensor(drafts, dtype=torch.int64)
-    return accept_by_ratio(tokens, one_hot(drafts), one_hot(target), torch.tensor(num_drafted), ones, ones)
+    return by_ratio(tokens, one_hot(drafts), one_hot(target), torch.tensor(num_drafted), ones, ones)
 
 
-def greedy_by_match(drafts: list[list[int]], target: list[list[int]], num_drafted: list[int]) -> Acceptance:
+def chosen_by_ratio(drafts, target, num_drafted):
+    """The same of drafts that were chosen, not drawn, and come without distributions."""
+    ones = torch.ones((), dtype=torch.float64)
+    tokens = torch.tensor(drafts, dtype=torch.int64)
+    return by_ratio(tokens, None, one_hot(target), torch.tensor(num_drafted), ones, ones)
+
+
+def greedy_by_match(drafts, target, num_drafted):
     return accept_by_match(torch.tensor(drafts, dtype=torch.int64), torch.tensor(target), torch.tensor(num_drafted))
 
 
-both_ways = pytest.mark.parametrize("accept", [greedy_by_ratio, greedy_by_match], ids=["ratio", "match"])
+both_ways = pytest.mark.parametrize(
+    "accept", [greedy_by_ratio, chosen_by_ratio, greedy_by_match], ids=["ratio", "chosen", "match"]
+)
 
 
 @both_ways
 def test_drafts_stand_up_to_the_first_that_differs(accept):
     """Never, always, two of three, and a match behind a mismatch, which must not count; all in one batch."""
     drafts = [[0, 0, 0], [1, 2, 3], [1, 2, 0], [0, 2, 3], [1, 0, 3]]
-    acceptance = accept(drafts, [[1, 2, 3, 4]] * 5, [3] * 5)
-    assert acceptance.accepted.tolist() == [0, 3, 2, 0, 1]
-    assert acceptance.next_token.tolist() == [1, 4, 3, 1, 2]
+    accepted, next_token = accept(drafts, [[1, 2, 3, 4]] * 5, [3] * 5)
+    assert accepted.tolist() == [0, 3, 2, 0, 1]
+    assert next_token.tolist() == [1, 4, 3, 1, 2]
 
 
 @both_ways
 def test_padding_is_not_accepted(accept):
     """Right tokens in the padding of a row that drafted fewer are no drafts."""
-    acceptance = accept([[1, 2, 3]] * 4, [[1, 2, 3, 4]] * 4, [0, 1, 2, 3])
-    assert acceptance.accepted.tolist() == [0, 1, 2, 3]
-    assert acceptance.next_token.tolist() == [1, 2, 3, 4]
+    accepted, next_token = accept([[1, 2, 3]] * 4, [[1, 2, 3, 4]] * 4, [0, 1, 2, 3])
+    assert accepted.tolist() == [0, 1, 2, 3]
+    assert next_token.tolist() == [1, 2, 3, 4]
 
 
 @both_ways
 def test_wrong_padding_is_not_a_rejection(accept):
     """The token after a short draft comes from the target's whole distribution; catches a residual against padding."""
-    acceptance = accept([[1, 0, 0], [1, 2, 0]], [[1, 2, 3, 4]] * 2, [1, 2])
-    assert acceptance.accepted.tolist() == [1, 2]
-    assert acceptance.next_token.tolist() == [2, 3]
+    accepted, next_token = accept([[1, 0, 0], [1, 2, 0]], [[1, 2, 3, 4]] * 2, [1, 2])
+    assert accepted.tolist() == [1, 2]
+    assert next_token.tolist() == [2, 3]
 
 
 def test_nothing_is_subtracted_for_padding():
     """As before, with soft distributions: padding equal to the target would leave a residual of rounding errors."""
     target = torch.tensor([[[0.5, 0.5, 0.0], [0.9, 0.05, 0.05]]])
-    acceptance = accept_by_ratio(
+    accepted, next_token = by_ratio(
         torch.tensor([[0]]), target[:, :1], target, torch.tensor([0]), torch.tensor([[0.5]]), torch.ones(1, 3)
     )
-    assert acceptance.accepted.item() == 0 and acceptance.next_token.item() == 0
+    assert accepted.item() == 0 and next_token.item() == 0
 
 
 @both_ways
 def test_without_drafts_the_target_decides_alone(accept):
     """A plain step is a round of no drafts."""
-    acceptance = accept([[], []], [[3], [5]], [0, 0])
-    assert acceptance.accepted.tolist() == [0, 0]
-    assert acceptance.next_token.tolist() == [3, 5]
+    accepted, next_token = accept([[], []], [[3], [5]], [0, 0])
+    assert accepted.tolist() == [0, 0]
+    assert next_token.tolist() == [3, 5]
 
 
 def test_worked_example_to_the_last_digit():
@@ -132,6 +154,22 @@ def test_banned_token_is_never_emitted(pair):
         assert (target[emitted[accepted >= position, position]] > 0).all()
 
 
+def test_a_chosen_draft_is_one_of_certainty():
+    """Without distributions the answer is the same as with one-hot ones, to the last bit.
+
+    Padding and rejections at every place occur. Catches a rejected token that stays in the residual.
+    """
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(VOCAB, (400, 3), generator=generator)
+    target = (3 * torch.randn(400, 4, VOCAB, generator=generator)).softmax(-1)
+    arguments = target, torch.randint(4, (400,), generator=generator), torch.rand(400, 3, generator=generator).double()
+    chosen = accept_by_ratio(tokens, None, *arguments)
+    certain = accept_by_ratio(tokens, F.one_hot(tokens, VOCAB).float(), *arguments)
+    assert set(chosen[0].tolist()) == {0, 1, 2, 3}
+    for of_chosen, of_certain in zip(chosen, certain, strict=True):
+        assert torch.equal(of_chosen, of_certain)
+
+
 def test_rows_are_decided_separately():
     """Catches a count or an index that is shared by the batch: each row alone gives what it gave among others."""
     generator = torch.Generator().manual_seed(0)
@@ -141,17 +179,17 @@ def test_rows_are_decided_separately():
     uniforms = torch.rand(5, 3, generator=generator, dtype=torch.float64)
     clocks = torch.rand(5, VOCAB, generator=generator, dtype=torch.float64)
     arguments = (tokens, draft, target, torch.tensor([3, 2, 3, 0, 1]), uniforms, clocks)
-    together = accept_by_ratio(*arguments)
-    assert len(set(together.accepted.tolist())) > 1
+    together = by_ratio(*arguments)
+    assert len(set(together[0].tolist())) > 1
     for row in range(5):
-        alone = accept_by_ratio(*(each[row : row + 1] for each in arguments))
+        alone = by_ratio(*(each[row : row + 1] for each in arguments))
         assert [each.item() for each in alone] == [each[row].item() for each in together]
 
 
 def test_arguments_are_left_unchanged():
     draft, target = torch.rand(2, 1, VOCAB), torch.rand(2, 2, VOCAB)
     before = draft.clone(), target.clone()
-    accept_by_ratio(torch.tensor([[1], [2]]), draft, target, torch.ones(2).long(), torch.rand(2, 1), torch.rand(2, 6))
+    accept_by_ratio(torch.tensor([[1], [2]]), draft, target, torch.ones(2).long(), torch.rand(2, 1))
     assert torch.equal(draft, before[0]) and torch.equal(target, before[1])
 
 
@@ -159,7 +197,7 @@ def test_residual_of_rounding_errors_falls_back_to_the_target():
     """Distributions that differ by rounding can reject and leave nothing; argmax of nothing would be token 0."""
     target = torch.tensor([[[0.0, 0.25, 0.75], [1.0, 0.0, 0.0]]])
     draft = target[:, :1] * (1 + 1e-6)
-    acceptance = accept_by_ratio(
+    accepted, next_token = by_ratio(
         torch.tensor([[1]]),
         draft,
         target,
@@ -167,13 +205,13 @@ def test_residual_of_rounding_errors_falls_back_to_the_target():
         torch.tensor([[1 - 1e-9]], dtype=torch.float64),
         torch.ones(1, 3, dtype=torch.float64),
     )
-    assert acceptance.accepted.item() == 0
-    assert acceptance.next_token.item() == 2
+    assert accepted.item() == 0
+    assert next_token.item() == 2
 
 
 def test_tiny_numbers_do_not_let_a_banned_draft_stand():
     """1e-17 * 1e-30 is 0 in float32, and 0 <= 0 would accept a token that the target bans."""
-    acceptance = accept_by_ratio(
+    accepted, next_token = by_ratio(
         torch.tensor([[0]]),
         torch.tensor([[[1e-30, 1.0]]]),
         torch.tensor([[[0.0, 1.0], [0.0, 1.0]]]),
@@ -181,8 +219,8 @@ def test_tiny_numbers_do_not_let_a_banned_draft_stand():
         torch.tensor([[1e-17]], dtype=torch.float64),
         torch.ones(1, 2, dtype=torch.float64),
     )
-    assert acceptance.accepted.item() == 0
-    assert acceptance.next_token.item() == 1
+    assert accepted.item() == 0
+    assert next_token.item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -210,8 +248,8 @@ def test_drafts_with_the_targets_noise_match_often_enough(pair):
     clocks = torch.empty(DRAWS, len(draft), dtype=torch.float64)
     clocks.exponential_(generator=torch.Generator().manual_seed(2))
     drafted, drawn = race(draft, clocks), race(target, clocks)
-    acceptance = accept_by_match(drafted[:, None], drawn[:, None].expand(-1, 2), torch.ones(DRAWS, dtype=torch.int64))
-    rate = acceptance.accepted.double().mean().item()
+    accepted, _ = accept_by_match(drafted[:, None], drawn[:, None].expand(-1, 2), torch.ones(DRAWS, dtype=torch.int64))
+    rate = accepted.double().mean().item()
     distance = (draft - target).abs().sum().item() / 2
     slack = 5 * (rate * (1 - rate) / DRAWS) ** 0.5 + 1e-12
     assert (1 - distance) / (1 + distance) - slack <= rate <= 1 - distance + slack
@@ -239,7 +277,7 @@ def integrate(draft: torch.Tensor, target: torch.Tensor, steps: int) -> tuple[to
     vocab = len(draft)
     rates, output = torch.zeros_like(draft), torch.zeros_like(draft)
     for token in draft.nonzero().flatten().tolist():
-        acceptance = accept_by_ratio(
+        accepted, next_token = by_ratio(
             torch.full((steps, 1), token),
             draft.expand(steps, 1, vocab),
             target.expand(steps, 2, vocab),
@@ -247,9 +285,9 @@ def integrate(draft: torch.Tensor, target: torch.Tensor, steps: int) -> tuple[to
             grid.unsqueeze(1),
             torch.ones(1, vocab, dtype=torch.float64),
         )
-        stands = acceptance.accepted == 1
+        stands = accepted == 1
         rates[token] = stands.double().mean()
-        output += draft[token] * torch.bincount(acceptance.next_token.where(~stands, token), minlength=vocab) / steps
+        output += draft[token] * torch.bincount(next_token.where(~stands, token), minlength=vocab) / steps
     return rates, output
 
 
@@ -261,7 +299,7 @@ def simulate_rounds(drafts: torch.Tensor, targets: torch.Tensor) -> tuple[torch.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.stack([row.multinomial(DRAWS, replacement=True, generator=generator) for row in drafts], dim=1)
-    acceptance = accept_by_ratio(
+    accepted, next_token = by_ratio(
         tokens,
         drafts.expand(DRAWS, -1, -1),
         targets.expand(DRAWS, -1, -1),
@@ -269,8 +307,8 @@ def simulate_rounds(drafts: torch.Tensor, targets: torch.Tensor) -> tuple[torch.
         torch.rand(tokens.shape, generator=generator, dtype=torch.float64),
         torch.empty(DRAWS, targets.shape[1], dtype=torch.float64).exponential_(generator=generator),
     )
-    emitted = F.pad(tokens, (0, 1)).scatter(1, acceptance.accepted[:, None], acceptance.next_token[:, None])
-    return acceptance.accepted, emitted
+    emitted = F.pad(tokens, (0, 1)).scatter(1, accepted[:, None], next_token[:, None])
+    return accepted, emitted
 
 
 def fit(tokens: torch.Tensor, probs: torch.Tensor) -> float:
