@@ -1,0 +1,113 @@
+"""Real geometries with random weights: for costs and scaling without a checkpoint, never for quality.
+
+What a pass costs depends on shapes and dtype, not on values. How often a draft is accepted does depend on values, so
+agreement between an exit and the whole model can be planted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from layerskip.errors import SettingError, did_you_mean
+from layerskip.models.loading import quiet
+
+__all__ = ["GEOMETRIES", "synthetic_model"]
+
+
+def _geometry(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    """Arguments of a `LlamaConfig`; no id ends a text, so that every answer has the length that was asked for."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **more,
+    }
+
+
+GEOMETRIES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": _geometry(64, 128, 4, 4, 2, 512, max_position_embeddings=1024),  # for tests
+    "smollm2-135m": _geometry(576, 1536, 30, 9, 3, 49_152, tie_word_embeddings=True),
+    "llama-1b": _geometry(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True),  # Llama-3.2-1B
+    "llama-8b": _geometry(4096, 14_336, 32, 32, 8, 128_256),  # Llama-3-8B
+}
+
+
+def synthetic_model(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    agreement: float | None = None,
+    seed: int = 0,
+    from_block: int | None = None,
+) -> LlamaForCausalLM:
+    """A Llama of the geometry `name`, in evaluation mode and without gradients.
+
+    It is allocated once, on `device` and in `dtype`. Every matrix is normal with a standard deviation of
+    1 / sqrt(inputs), so that states and logits keep their size at any width.
+
+    Args:
+        name: one of `GEOMETRIES`.
+        agreement: from 0 to 1: plants agreement between an exit at `from_block` and the whole model, by scaling what
+            the blocks from there on add to the residual stream (output and down projections) by 1 - agreement. 1: they
+            add nothing, every draft is right; 0 or None: nothing is planted. It is no acceptance rate, but rises with
+            it: measure the acceptance that it gives.
+        seed: of the weights; the same on a device of the same kind.
+        from_block: where the planted blocks begin; None: the second half.
+
+    Raises:
+        SettingError: an unknown name, an agreement out of range, or a block that does not exist.
+    """
+    if name not in GEOMETRIES:
+        known = ", ".join(GEOMETRIES)
+        raise SettingError(f"got the geometry {name!r}; expected one of {known}.{did_you_mean(name, GEOMETRIES)}")
+    layers: int = GEOMETRIES[name]["num_hidden_layers"]
+    if agreement is not None and not (isinstance(agreement, int | float) and 0 <= agreement <= 1):
+        raise SettingError(f"got agreement={agreement!r}; expected a number from 0 (nothing planted) to 1, or None.")
+    if from_block is not None and not 1 <= from_block < layers:
+        raise SettingError(
+            f"got from_block={from_block!r} for a geometry of {layers} blocks; expected 1 to {layers - 1}."
+        )
+    model = _allocated(LlamaConfig(**GEOMETRIES[name]), dtype, torch.device(device))
+    _fill(model, seed)
+    if agreement:
+        with torch.no_grad():
+            blocks: Any = model.model.layers
+            for block in blocks[layers // 2 if from_block is None else from_block :]:
+                block.self_attn.o_proj.weight.mul_(1 - agreement)
+                block.mlp.down_proj.weight.mul_(1 - agreement)
+    return model
+
+
+def _allocated(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    """The model with memory for its weights, which hold nothing yet."""
+    with quiet(), torch.device("meta"):
+        model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.to_empty(device=device)
+    rotary: Any = type(model.model.rotary_emb)
+    model.model.rotary_emb = rotary(config).to(device)  # its tables are computed, and were lost with the meta device
+    model.tie_weights()
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _fill(model: LlamaForCausalLM, seed: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():  # a tied head is listed once
+            if parameter.dim() == 1:
+                parameter.fill_(1)
+                continue
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]), generator=generator)
+            seed += 1
