@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.assembly import PlannedDrafter, build_engine
-from layerskip.drafters import LookupDrafter, ModelDrafter, SelfDrafter
+from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.identity import ModelIdentity, identify
@@ -264,7 +264,7 @@ class Model:
             ratio = draft.inspection.step_parameters / self.inspection.step_parameters
             planned["model"] = PlannedDrafter(partial(ModelDrafter, draft.decoder), ratio, plan.num_draft_tokens)
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
-            planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens)
+            planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
         return planned
 
     def _result(self, request: Request, engine: Engine, commits: list[Commit]) -> GenerationResult:

@@ -5,7 +5,7 @@ A run shares nothing with another but the weights, so that calls may overlap and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,11 +44,13 @@ class PlannedDrafter:
     Attributes:
         cost_ratio: of one step in plain steps, by the parameters that it reads.
         most: drafts a round.
+        priors: see `Source`.
     """
 
     make: MakeDrafter
     cost_ratio: float
     most: int
+    priors: Sequence[float] = Source.priors
 
 
 def build_engine(
@@ -107,7 +109,7 @@ def build_engine(
 
 
 def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:
-    sources = {name: Source(min(each.most, most), each.cost_ratio) for name, each in planned.items()}
+    sources = {name: Source(min(each.most, most), each.cost_ratio, each.priors) for name, each in planned.items()}
     if request.governor == "off" or not sources:
         return Always(sources)
     ratios = {name: each.cost_ratio for name, each in planned.items()}

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import DraftContext, Drafter, draft_chain
-from layerskip.drafters.lookup import LookupDrafter
+from layerskip.drafters.lookup import LOOKUP_PRIORS, LookupDrafter
 from layerskip.drafters.self_draft import SelfDrafter
 from layerskip.drafters.two_model import ModelDrafter
 
-__all__ = ["Draft", "DraftContext", "Drafter", "LookupDrafter", "ModelDrafter", "SelfDrafter", "draft_chain"]
+__all__ = [
+    "LOOKUP_PRIORS",
+    "Draft",
+    "DraftContext",
+    "Drafter",
+    "LookupDrafter",
+    "ModelDrafter",
+    "SelfDrafter",
+    "draft_chain",
+]

@@ -16,9 +16,14 @@ from layerskip.drafters.base import DraftContext, GoesOn
 from layerskip.state import DecodeState
 from layerskip.suffix_automaton import SuffixAutomaton
 
-__all__ = ["LookupDrafter"]
+__all__ = ["LOOKUP_PRIORS", "LookupDrafter"]
 
-_LONGEST_GRADE = 8  # matches of this many tokens and more have the same prospects
+LOOKUP_PRIORS = (0.9, 0.3, 0.5, 0.55, 0.65, 0.7, 0.75, 0.8, 0.9)
+"""How often a copied token is right behind a match of so many tokens (the first entry: none, never used).
+
+On 300 texts of 512 tokens that SmolLM2 wrote itself; a single token was right 0.2 times there, more often where there
+is a passage to copy from.
+"""
 
 
 class LookupDrafter:
@@ -35,7 +40,7 @@ class LookupDrafter:
 
     def outlook(self, state: DecodeState) -> Sequence[int | None]:
         """The length of the match, which says much about the draft."""
-        return [min(text.match.length, _LONGEST_GRADE) or None for text in self._texts]
+        return [min(text.match.length, len(LOOKUP_PRIORS) - 1) or None for text in self._texts]
 
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """See `Drafter.propose`; the tokens are all there at once, so `goes_on` is not asked."""

@@ -1,37 +1,39 @@
 """How likely the next drafts are to be accepted: decayed counts of what happened to the last ones.
 
-Each figure is shrunk towards a more general one while it rests on little: (grade, offset) towards its grade, that
-towards a prior. The prior is optimistic, so that an untried source is tried; evidence fades with every new observation,
-so that it follows the text, and slowly while a source rests, so that it is tried again now and then.
+Drafts of equal prospects share a cell: `Drafter.outlook`'s grade and the draft's offset, added up. (A draft that copies
+behind a match of `n` tokens stands, once it has been right `j` times, behind a match of `n + j`.) A cell that rests on
+little is shrunk towards the source's prior, times how much better or worse the source does than that in all cells.
+Priors are optimistic, so that an untried source is tried; evidence fades with every new observation, so that it follows
+the text, and slowly while a source rests, so that it is tried again now and then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 __all__ = ["AcceptanceRecord"]
 
-_WEIGHT = 2.0  # of the more general figure, in observations
+_WEIGHT = 2.0  # of the prior, in observations
 _FADE = 0.9  # of old evidence with each new observation: a memory of ten
 _IDLE_FADE = 2 ** (-1 / 64)  # with each round in which the source rests: half of it in 64 rounds
-_LAST_OFFSET = 3  # offsets from here on are one
 _CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)
 
 
 class AcceptanceRecord:
     """What became of one source's drafts in one row."""
 
-    def __init__(self, prior: float) -> None:
-        """`prior`: acceptance that is assumed before anything is known."""
-        self._prior = prior
-        self._counts: dict[Any, tuple[float, float]] = {}  # (accepted, tried), faded
+    def __init__(self, priors: Sequence[float]) -> None:
+        """`priors`: acceptance that is assumed of each cell before anything is known; cells beyond are the last."""
+        self._priors = priors
+        self._counts: dict[Hashable, tuple[float, float]] = {}  # (accepted, tried), faded
+        self._total = (0.0, 0.0)  # (accepted, expected by the priors), faded
         self.rounds = 0
 
     def expected(self, grade: int, offset: int) -> float:
         """P(a draft at `offset` is accepted | all before it in its round were)."""
-        of_grade = self._shrunk(grade, self._prior)
-        return self._shrunk((grade, min(offset, _LAST_OFFSET)), of_grade)
+        cell = self._cell(grade, offset)
+        accepted, expected = self._total
+        return self._shrunk(cell, min(1.0, self._priors[cell] * (accepted + _WEIGHT) / (expected + _WEIGHT)))
 
     def expected_of(self, grade: int, offset: int, confidence: float) -> float:
         """The same of a draft that has been made, to which the drafter gave the probability `confidence`."""
@@ -50,22 +52,27 @@ class AcceptanceRecord:
         """Note a round of `proposed` drafts of which `accepted` stood; those behind a fallen one say nothing."""
         self.rounds += 1
         for offset in range(min(accepted + 1, proposed)):
-            stood = offset < accepted
-            self._note(grade, stood)
-            self._note((grade, min(offset, _LAST_OFFSET)), stood)
+            stood, cell = offset < accepted, self._cell(grade, offset)
+            self._note(cell, stood)
             if confidences:
                 self._note(("confidence", _bucket(confidences[offset])), stood)
+            right, expected = self._total
+            self._total = right * _FADE + stood, expected * _FADE + self._priors[cell]
 
     def rest(self) -> None:
         """Note a round in which the source was not used."""
+        self._total = self._total[0] * _IDLE_FADE, self._total[1] * _IDLE_FADE
         for key, (accepted, tried) in self._counts.items():
             self._counts[key] = accepted * _IDLE_FADE, tried * _IDLE_FADE
 
-    def _shrunk(self, key: Any, general: float) -> float:
+    def _cell(self, grade: int, offset: int) -> int:
+        return min(grade + offset, len(self._priors) - 1)
+
+    def _shrunk(self, key: Hashable, general: float) -> float:
         accepted, tried = self._counts.get(key, (0.0, 0.0))
         return (accepted + _WEIGHT * general) / (tried + _WEIGHT)
 
-    def _note(self, key: Any, stood: bool) -> None:
+    def _note(self, key: Hashable, stood: bool) -> None:
         accepted, tried = self._counts.get(key, (0.0, 0.0))
         self._counts[key] = accepted * _FADE + stood, tried * _FADE + 1
 

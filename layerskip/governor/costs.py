@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from layerskip.errors import SettingError
 __all__ = ["CostRatios", "Costs", "FixedCosts", "MeasuredCosts"]
 
 VERIFY_SLOPE = 0.02  # of a plain step for each further token, until measured; SmolLM2 on CPU: 0.01 to 0.03
+_PRIOR_WEIGHT = 3  # of the slope above, in measurements
 _WINDOW = 9  # measurements whose median counts: long enough to outvote a hiccup, short enough to follow the machine
 
 
@@ -106,53 +107,67 @@ class FixedCosts:
         return {"unit": "plain steps", "draft": drafts, "verify_slope": self.ratios.verify_slope}
 
 
-@dataclass
 class MeasuredCosts:
-    """Medians of the last measurements, in seconds.
+    """Measured as it goes, in seconds.
 
-    Attributes:
-        draft_ratios: what a draft step costs in plain steps, until it is measured.
+    What a plain step takes (`scale`) moves with the machine and the text's length, and is judged by every round; what
+    wider passes and drafts cost in plain steps hardly moves, and is remembered.
     """
 
-    draft_ratios: Mapping[str, float]
-    _verify_s: dict[int, deque[float]] = field(default_factory=dict)
-    _draft_s: dict[str, deque[float]] = field(default_factory=dict)
-    _rounds_without_plain: int = 0
+    def __init__(self, draft_ratios: Mapping[str, float]) -> None:
+        """`draft_ratios`: what a draft step costs in plain steps, until it is measured."""
+        self._draft_ratios = draft_ratios
+        self._scales: deque[float] = deque(maxlen=_WINDOW)
+        self._ratios: dict[int | str, deque[float]] = {}  # by width of a pass, or source of a draft
+        self._table = [1.0, 1.0]  # of the ratios by width, made anew when one was measured
+        self._rounds_without_plain, self._has_plain = 0, False
 
     def verify(self, width: int) -> float:
-        """See `Costs.verify`; a width that was never run is judged by the nearest that was."""
-        if width in self._verify_s:
-            return median(self._verify_s[width])
-        if not self._verify_s:
-            return 1 + VERIFY_SLOPE * (width - 1)  # no scale yet: everything is in plain steps
-        nearest = min(self._verify_s, key=lambda measured: abs(measured - width))
-        slope = (1 + VERIFY_SLOPE * (width - 1)) / (1 + VERIFY_SLOPE * (nearest - 1))
-        return median(self._verify_s[nearest]) * slope
+        """See `Costs.verify`."""
+        return self._scale() * self._verify_ratio(width)
 
     def draft(self, source: str) -> float:
         """See `Costs.draft`."""
-        if source in self._draft_s:
-            return median(self._draft_s[source])
-        return self.draft_ratios[source] * self.verify(1)
+        measured = self._ratios.get(source)
+        return self._scale() * (median(measured) if measured else self._draft_ratios[source])
 
     def note_verify(self, width: int, seconds: float) -> None:
         """See `Costs.note_verify`."""
-        self._verify_s.setdefault(width, deque(maxlen=_WINDOW)).append(seconds)
+        if width > 1 and self._scales:
+            self._ratios.setdefault(width, deque(maxlen=_WINDOW)).append(seconds / self._scale())
+            del self._table[2:]
+        self._scales.append(seconds / self._verify_ratio(width))
         self._rounds_without_plain = 0 if width == 1 else self._rounds_without_plain + 1
+        self._has_plain = self._has_plain or width == 1
 
     def note_draft(self, source: str, steps: int, seconds: float) -> None:
         """See `Costs.note_draft`; a source without cost is not timed."""
-        if self.draft_ratios[source] > 0:
-            self._draft_s.setdefault(source, deque(maxlen=_WINDOW)).append(seconds / steps)
+        if self._draft_ratios[source] > 0 and self._scales:
+            self._ratios.setdefault(source, deque(maxlen=_WINDOW)).append(seconds / steps / self._scale())
 
     def lacks_plain(self) -> bool:
         """When it was not measured in the first rounds, or not for long: without it no loss can be noticed."""
-        return self._rounds_without_plain >= (128 if 1 in self._verify_s else 4)
+        return self._rounds_without_plain >= (128 if self._has_plain else 3)
 
     def to_dict(self) -> dict[str, Any]:
-        """See `Costs.to_dict`."""
+        """See `Costs.to_dict`; ratios are in plain steps."""
+        widths = sorted(key for key in self._ratios if isinstance(key, int))
         return {
-            "unit": "seconds",
-            "draft": {source: self.draft(source) for source in self._draft_s},
-            "verify_by_width": {width: median(times) for width, times in sorted(self._verify_s.items())},
+            "plain_step_s": self._scale() if self._scales else None,
+            "draft_ratios": {key: median(each) for key, each in self._ratios.items() if isinstance(key, str)},
+            "verify_ratios": {width: self._verify_ratio(width) for width in widths},
         }
+
+    def _scale(self) -> float:
+        """Of a plain step; 1 before anything was measured: everything is in plain steps then."""
+        return median(self._scales) if self._scales else 1.0
+
+    def _verify_ratio(self, width: int) -> float:
+        """Of a pass over `width` tokens: measured, the less often the more by the prior; no less than of narrower."""
+        while len(self._table) <= width:
+            own = 1 + VERIFY_SLOPE * (len(self._table) - 1)
+            measured = self._ratios.get(len(self._table))
+            if measured:
+                own = (len(measured) * median(measured) + _PRIOR_WEIGHT * own) / (len(measured) + _PRIOR_WEIGHT)
+            self._table.append(max(own, self._table[-1]))
+        return self._table[width]

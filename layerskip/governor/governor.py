@@ -38,12 +38,12 @@ class Source:
     Attributes:
         most: drafts a round.
         cost_ratio: of one step in plain steps, a guess until measured; 0: free, and all its drafts come at once.
-        prior: acceptance to assume at first.
+        priors: acceptance to assume at first, by grade and offset added up (`AcceptanceRecord`).
     """
 
     most: int
     cost_ratio: float
-    prior: float = 0.9
+    priors: Sequence[float] = (0.9, 0.9, 0.9, 0.9)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class WorthIt:
         """`costs`: measured, or given."""
         self.sources = sources
         self.costs = costs
-        self._records = {name: [AcceptanceRecord(each.prior) for _ in range(batch)] for name, each in sources.items()}
+        self._records = {name: [AcceptanceRecord(each.priors) for _ in range(batch)] for name, each in sources.items()}
 
     def decide(self, rooms: Sequence[int], grades: Grades) -> Decision:
         """See `Governor.decide`."""
