@@ -91,6 +91,11 @@ PLANS = {
         {"skip_attention": [1, 2], "skip_mlp": [3], "confidence_threshold": 0.01},
     ),
     "both": (["--assistant-early-exit", "3", "--skip-mlp", "1"], {"exit_layer": 3, "skip_mlp": [1]}),
+    "lookup": (["--prompt-lookup-num-tokens", "5"], {"lookup_tokens": 5, "num_draft_tokens": 0}),
+    "lookup beside": (
+        ["--prompt-lookup-num-tokens", "5", "--assistant-early-exit", "2"],
+        {"lookup_tokens": 5, "num_draft_tokens": 4, "exit_layer": 2},
+    ),
 }
 
 

@@ -253,7 +253,7 @@ class TestRefused:
         "guidance_scale": 1.5, "sequence_bias": [[[3], 1.0]], "encoder_repetition_penalty": 1.2,
         "encoder_no_repeat_ngram_size": 2, "forced_bos_token_id": 3, "forced_eos_token_id": 3,
         "remove_invalid_values": True, "renormalize_logits": True, "exponential_decay_length_penalty": (3, 1.1),
-        "begin_suppress_tokens": [3], "prompt_lookup_num_tokens": 3, "token_healing": True, "top_h": 0.4,
+        "begin_suppress_tokens": [3], "token_healing": True, "top_h": 0.4,
         "output_scores": True, "output_logits": True, "output_attentions": True, "output_hidden_states": True,
         "constraints": [1], "force_words_ids": [[3]], "low_memory": True, "speculation_type": "x", "use_mtp": True,
         "watermarking_config": {"bias": 2.0}, "assistant_ensemble_weight": 0.5, "decoder_start_token_id": 3,
@@ -265,7 +265,7 @@ class TestRefused:
         "cache_config": {}, "cache_implementation": "static", "compile_config": {}, "continuous_batching_config": {},
         "disable_compile": True, "early_stopping": True, "is_assistant": True, "length_penalty": 0.8,
         "max_cache_len": 99, "max_matching_ngram_size": 2, "num_assistant_tokens": 5,
-        "num_assistant_tokens_schedule": "constant", "return_dict_in_generate": True, "target_lookbehind": 10,
+        "num_assistant_tokens_schedule": "constant", "prompt_lookup_num_tokens": 3, "return_dict_in_generate": True, "target_lookbehind": 10,
         "transformers_version": "5", "use_cache": False,
     }  # fmt: skip
 
