@@ -98,7 +98,7 @@ class Always:
         for row, room in enumerate(rooms):
             name = next((name for name in by_cost if grades[name][row] is not None), None)
             if name is not None:
-                limits[name][row] = min(room, self.sources[name].most)
+                limits[name][row] = max(0, min(room, self.sources[name].most))
         return Decision(limits, grades)
 
     def goes_on(self, source: str, decision: Decision) -> GoesOn | None:

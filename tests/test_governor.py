@@ -1,0 +1,261 @@
+"""The governor: what it expects, what it costs, what it decides. Clocks are replaced by numbers."""
+
+import pytest
+
+import layerskip
+from layerskip import CostRatios, DraftPlan, SettingError
+from layerskip.draft import Draft
+from layerskip.drafters import LOOKUP_PRIORS
+from layerskip.governor import Always, FixedCosts, MeasuredCosts, Source, WorthIt
+from layerskip.governor.acceptance import AcceptanceRecord
+from tests.special_models import agreeing_model
+from tests.tiny_models import prompt, tiny_model
+
+PRIORS = (0.9, 0.9)
+ROOM = 100
+
+
+def draft_of(counts: list[int], confidences=()) -> Draft:
+    """A draft as `learn` looks at it."""
+    return Draft(None, counts, confidences=confidences)
+
+
+class TestAcceptanceRecord:
+    def test_begins_with_its_priors(self):
+        record = AcceptanceRecord((0.9, 0.5, 0.25))
+        assert record.reach(0, 4) == pytest.approx([0.9, 0.45, 0.1125, 0.028125])
+
+    def test_a_copy_that_was_right_stands_behind_a_longer_match(self):
+        """Catches a grade that is not carried over to the next offset."""
+        record = AcceptanceRecord(LOOKUP_PRIORS)
+        assert [record.expected(2, offset) for offset in range(3)] == list(LOOKUP_PRIORS[2:5])
+
+    def test_rejections_lower_it_and_acceptances_raise_it_again(self):
+        record = AcceptanceRecord(PRIORS)
+        for _ in range(3):
+            record.record(0, (), proposed=1, accepted=0)
+        low = record.expected(0, 0)
+        assert low < 0.25
+        for _ in range(10):
+            record.record(0, (), proposed=1, accepted=1)
+        assert record.expected(0, 0) > 0.75
+
+    def test_what_one_cell_shows_is_expected_of_the_others_too(self):
+        record = AcceptanceRecord(LOOKUP_PRIORS)
+        for _ in range(6):
+            record.record(1, (), proposed=1, accepted=0)
+        assert record.expected(5, 0) < 0.7 * LOOKUP_PRIORS[5]
+
+    def test_drafts_behind_a_fallen_one_say_nothing(self):
+        one, many = AcceptanceRecord(PRIORS), AcceptanceRecord(PRIORS)
+        one.record(0, (), proposed=1, accepted=0)
+        many.record(0, (), proposed=6, accepted=0)
+        assert one.reach(0, 3) == many.reach(0, 3)
+
+    def test_confidence_tells_drafts_apart(self):
+        record = AcceptanceRecord(PRIORS)
+        for _ in range(20):
+            record.record(0, [0.99], proposed=1, accepted=1)
+            record.record(0, [0.3], proposed=1, accepted=0)
+        assert record.expected_of(0, 0, 0.99) > 0.85
+        assert record.expected_of(0, 0, 0.3) < 0.15
+
+    def test_evidence_fades_while_it_rests(self):
+        """Reversible: what was given up is tried again, a long time later."""
+        record = AcceptanceRecord(PRIORS)
+        for _ in range(4):
+            record.record(0, (), proposed=1, accepted=0)
+        expectations = []
+        for _ in range(400):
+            record.rest()
+            expectations.append(record.expected(0, 0))
+        assert expectations == sorted(expectations)
+        assert expectations[10] < 0.3 and expectations[-1] > 0.8
+
+
+class TestMeasuredCosts:
+    def costs(self) -> MeasuredCosts:
+        return MeasuredCosts({"self": 0.25, "lookup": 0.0})
+
+    def test_before_anything_is_measured_costs_are_those_of_the_parameters(self):
+        costs = self.costs()
+        assert costs.draft("self") / costs.verify(1) == 0.25
+        assert costs.draft("lookup") == 0
+        assert 1 < costs.verify(5) / costs.verify(1) < 1.2
+
+    def test_they_become_what_is_measured(self):
+        costs = self.costs()
+        for _ in range(9):
+            costs.note_verify(1, 0.020)
+            costs.note_draft("self", 3, 3 * 0.012)
+            costs.note_verify(4, 0.030)
+        assert costs.verify(1) == pytest.approx(0.020, rel=0.1)
+        assert costs.draft("self") == pytest.approx(0.012, rel=0.1)
+        assert costs.verify(4) / costs.verify(1) == pytest.approx(1.5, rel=0.2)
+
+    def test_one_hiccup_changes_nothing(self):
+        """On a shared machine a pass takes ten times as long now and then."""
+        costs = self.costs()
+        for index in range(9):
+            costs.note_verify(1, 0.200 if index == 4 else 0.020)
+        assert costs.verify(1) == 0.020
+
+    def test_a_machine_that_slows_down_does_not_make_drafts_dear(self):
+        """Ratios are remembered, and a plain step is judged by every round."""
+        costs = self.costs()
+        for _ in range(9):
+            costs.note_verify(1, 0.020)
+            costs.note_draft("self", 1, 0.005)
+        for _ in range(9):
+            costs.note_verify(1, 0.060)
+        assert costs.draft("self") / costs.verify(1) == pytest.approx(0.25)
+
+    def test_a_wider_pass_is_never_thought_cheaper(self):
+        """Catches a lucky measurement that makes long drafts look free for ever."""
+        costs = self.costs()
+        for _ in range(9):
+            costs.note_verify(1, 0.020)
+            costs.note_verify(3, 0.040)
+        costs.note_verify(5, 0.010)
+        assert costs.verify(1) <= costs.verify(3) <= costs.verify(5) <= costs.verify(6)
+
+    def test_a_plain_step_is_asked_for_where_there_was_none(self):
+        """A loss can be noticed only against it."""
+        costs = self.costs()
+        for _ in range(3):
+            assert not costs.lacks_plain()
+            costs.note_verify(4, 0.030)
+        assert costs.lacks_plain()
+        costs.note_verify(1, 0.020)
+        assert not costs.lacks_plain()
+
+
+def governor(draft_ratio: float, slope: float = 0.02, rows: int = 1, most: int = 6, **sources: Source) -> WorthIt:
+    own = sources or {"self": Source(most, draft_ratio)}
+    ratios = {name: each.cost_ratio for name, each in own.items()}
+    return WorthIt(own, FixedCosts(CostRatios(verify_slope=slope), ratios), rows)
+
+
+def play(own: WorthIt, accepts, rounds: int, name: str = "self") -> list[int]:
+    """Let row 0 go through `rounds` with a source of which `accepts(k)` drafts of k stand; drafts by round."""
+    drafted = []
+    for _ in range(rounds):
+        decision = own.decide([ROOM], {each: [0] for each in own.sources})
+        count = decision.limits[name][0]
+        drafts = {name: draft_of([count])} if count else {}
+        own.learn(decision, drafts, [accepts(count)])
+        drafted.append(count)
+    return drafted
+
+
+class TestDecisions:
+    def test_begins_carefully(self):
+        """Nothing is known yet: a long draft of an exit would be a bet."""
+        assert play(governor(0.3), lambda count: count, 1)[0] in (1, 2)
+
+    def test_drafts_that_are_always_accepted_become_long(self):
+        assert play(governor(0.3), lambda count: count, 30)[-1] == 6
+
+    def test_drafts_that_never_are_stop_within_a_few_rounds(self):
+        """And what they cost, start and later trials included, stays below 2.5 % of 256 plain steps."""
+        drafted = play(governor(0.3), lambda count: 0, 256)
+        assert sum(drafted[4:20]) == 0
+        assert 0.3 * sum(drafted) + 0.02 * sum(drafted) < 0.025 * 256
+
+    def test_they_are_tried_again(self):
+        assert sum(play(governor(0.3), lambda count: 0, 400)[20:]) > 0
+
+    def test_text_that_changes_is_followed_within_one_answer(self):
+        own = governor(0.3)
+        play(own, lambda count: 0, 40)
+        drafted = play(own, lambda count: count, 120)
+        assert 6 in drafted
+
+    def test_a_draft_as_dear_as_a_plain_step_is_never_made(self):
+        assert sum(play(governor(1.0), lambda count: count, 50)) == 0
+
+    def test_a_steep_verification_shortens_drafts(self):
+        assert max(play(governor(0.0, slope=1.0), lambda count: count, 30)) == 0
+
+    def test_the_better_source_is_used(self):
+        own = governor(0, self=Source(4, 0.3), lookup=Source(6, 0.0, LOOKUP_PRIORS))
+        for stands, expected in (("lookup", "lookup"), ("self", "self"), ("lookup", "lookup")):
+            for _ in range(60):
+                decision = own.decide([ROOM], {"self": [0], "lookup": [4]})
+                name = next((name for name, limits in decision.limits.items() if limits[0]), None)
+                if name is None:
+                    own.learn(decision, {}, [0])
+                    continue
+                count = decision.limits[name][0]
+                own.learn(decision, {name: draft_of([count])}, [count if name == stands else 0])
+            assert decision.limits[expected][0] > 0
+
+    def test_nothing_is_looked_up_where_nothing_matches(self):
+        own = governor(0, lookup=Source(6, 0.0, LOOKUP_PRIORS))
+        assert own.decide([ROOM], {"lookup": [None]}).limits == {"lookup": [0]}
+
+    def test_each_row_goes_its_own_way(self):
+        """One row's drafts are always accepted, the other's never; the third is finished."""
+        own = governor(0.1, rows=3)
+        for _ in range(20):
+            decision = own.decide([ROOM, ROOM, -1], {"self": [0, 0, 0]})
+            limits = decision.limits["self"]
+            own.learn(decision, {"self": draft_of(limits)} if any(limits) else {}, [limits[0], 0, None])
+        assert limits[0] >= 4 and limits[2] == 0
+        assert own._records["self"][1].expected(0, 0) < 0.1
+
+    @pytest.mark.parametrize("room", [0, 1, 3])
+    def test_no_draft_is_longer_than_its_room(self, room):
+        own = governor(0.05)
+        play(own, lambda count: count, 20)
+        assert own.decide([room], {"self": [0]}).limits["self"][0] <= room
+
+    def test_an_unsure_token_ends_a_draft_and_a_sure_one_does_not(self):
+        own = governor(0.4)
+        for _ in range(30):
+            decision = own.decide([ROOM], {"self": [0]})
+            for sure, stood in ((0.99, 1), (0.1, 0)):
+                own.learn(decision, {"self": draft_of([1], [[sure]])}, [stood])
+        decision = own.decide([ROOM], {"self": [0]})
+        decision.limits["self"][0] = 4
+        assert own.goes_on("self", decision)(0, [0.99]) == [True]
+        assert own.goes_on("self", decision)(0, [0.1]) == [False]
+
+    def test_without_governor_everything_is_drafted(self):
+        own = Always({"self": Source(4, 0.5), "lookup": Source(6, 0.0)})
+        decision = own.decide([ROOM, ROOM, 2, -1], {"self": [0] * 4, "lookup": [3, None, 1, 1]})
+        assert decision.limits == {"self": [0, 4, 0, 0], "lookup": [6, 0, 2, 0]}
+
+
+class TestInACall:
+    @pytest.mark.parametrize("plan", [DraftPlan.exit(2), DraftPlan.lookup(), DraftPlan.exit(2, lookup_tokens=4)])
+    def test_fixed_decisions_repeat(self, plan):
+        """They depend on no clock."""
+        model = layerskip.wrap(agreeing_model("llama"))
+        call = {"plan": plan, "governor": "fixed", "cost_ratios": CostRatios(draft=0.3), "max_new_tokens": 60}
+        first, second = (model.generate(prompt(), eos_token_id=None, **call).stats for _ in range(2))
+        assert first.drafted_histogram == second.drafted_histogram
+        assert first.rounds_by_source == second.rounds_by_source
+
+    def test_a_random_checkpoint_costs_next_to_nothing(self):
+        """Its exit hardly ever agrees."""
+        model = layerskip.wrap(tiny_model("llama"))
+        call = {"plan": DraftPlan.exit(1), "governor": "fixed", "max_new_tokens": 120, "eos_token_id": None}
+        stats = model.generate(prompt(), **call).stats
+        draft, slope = stats.costs["draft"]["self"], stats.costs["verify_slope"]
+        assert stats.round_tokens / (stats.rounds + stats.proposed * (draft + slope)) > 0.97
+
+    def test_statistics_tell_what_it_did(self):
+        model = layerskip.wrap(agreeing_model("llama"))
+        result = model.generate(prompt(), plan=DraftPlan.exit(2, lookup_tokens=4), max_new_tokens=40, eos_token_id=None)
+        stats = result.stats
+        assert result.settings["governor"] == "measured"
+        assert sum(stats.rounds_by_source.values()) == sum(stats.drafted_histogram) == stats.rounds
+        assert sum(stats.proposed_by_source.values()) == stats.proposed
+        assert sum(stats.accepted_by_source.values()) == stats.accepted
+        assert stats.costs["plain_step_s"] > 0
+
+    @pytest.mark.parametrize("bad", [{"draft": -1}, {"verify_slope": float("nan")}, {"draft": "0.3"}, {"draft": True}])
+    def test_cost_ratios_are_checked(self, bad):
+        with pytest.raises(SettingError, match="expected a number from 0"):
+            CostRatios(**bad)
