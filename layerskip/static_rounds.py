@@ -10,7 +10,7 @@ Whether a program is recorded or simply run is the business of `recording.py`: a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from layerskip.state import DecodeState
 __all__ = ["StaticRounds", "tier_of"]
 
 TIERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of drafts that are recorded; others are padded to the next
-_SLOTS = 256  # cache slots are read in multiples of this many
+_SLOTS = 256  # cache slots that are read at least; twice, four times, … as many when the text is longer
 
 
 def tier_of(count: int) -> int:
@@ -39,11 +39,13 @@ class StaticRounds:
         """`state` and all that the context holds must stay where they are in memory."""
         self.decoder, self.state, self.context, self.recorder = decoder, state, context, recorder
         self._inputs: dict[tuple[int, bool], Draft] = {}
+        self._tiers: dict[Hashable, set[int]] = {}  # that were recorded, by what
+        self._asked: set[Hashable] = set()
 
     def draft(self, name: str, drafter: Recordable, limits: Sequence[int]) -> Draft:
-        """Draft with `drafter`, the next tier of the longest limit in every row."""
-        count = tier_of(max(limits))
-        visible = self._visible(count)
+        """Draft with `drafter`, in every row as many as the longest limit or a tier above it."""
+        visible = self._visible(tier_of(max(limits)))
+        count = self._tier(("draft", name), max(limits), visible)
         tokens, probs, confidences = self.recorder(
             ("draft", name, count, visible), lambda: drafter.steps(self.state, count, visible)
         )
@@ -62,9 +64,11 @@ class StaticRounds:
             (batch, 3): accepted drafts, the token behind them, and the number of valid positions; the token is also
             written behind the row's committed ones.
         """
-        inputs = self._take(draft)
-        drafts, visible = inputs.tokens.shape[1], self._visible(inputs.tokens.shape[1])
-        key = ("verify", drafts, visible, draft.probs is not None)
+        width, has_probs = draft.tokens.shape[1], draft.probs is not None
+        visible = self._visible(tier_of(width))
+        drafts = self._tier(("verify", has_probs), width, visible)
+        inputs = self._take(draft, drafts)
+        key = ("verify", drafts, visible, has_probs)
         (decided,) = self.recorder(key, lambda: (self._verify(inputs, visible),))
         newest = [length - 1 for length in self.state.lengths]
         written = self.decoder.span(newest, drafts + 1)
@@ -81,10 +85,24 @@ class StaticRounds:
         state.token_ids[state.rows, state.indices(0) + acceptance.accepted] = acceptance.next_token
         return torch.stack(acceptance, dim=1)
 
-    def _take(self, draft: Draft) -> Draft:
-        """`draft` in memory that a recorded program reads: padded to its tier, the same tensors every time."""
+    def _tier(self, program: Hashable, count: int, visible: int) -> int:
+        """How many drafts to run for `count`: a recorded tier, if only once before a smaller one was asked for.
+
+        Recording takes longer than some rounds, and the last rounds of an answer ask for ever fewer drafts. None is
+        taken that reaches beyond the `visible` slots.
+        """
+        recorded, wanted = self._tiers.setdefault((program, visible), set()), tier_of(count)
+        if wanted not in recorded:
+            larger = [tier for tier in recorded if wanted < tier <= visible - max(self.state.lengths)]
+            if larger and (program, visible, wanted) not in self._asked:
+                self._asked.add((program, visible, wanted))
+                return min(larger)
+            recorded.add(wanted)
+        return wanted
+
+    def _take(self, draft: Draft, count: int) -> Draft:
+        """`draft` in memory that a recorded program reads: padded to `count`, the same tensors every time."""
         batch, width = draft.tokens.shape
-        count = tier_of(width)
         key = (count, draft.probs is not None)
         if key not in self._inputs:
             new = draft.tokens.new_zeros
@@ -99,6 +117,8 @@ class StaticRounds:
         return inputs
 
     def _visible(self, drafts: int) -> int:
-        """Cache slots to read: enough for the longest row, in steps."""
-        needed = max(self.state.lengths) + drafts
-        return min(-(-needed // _SLOTS) * _SLOTS, self.state.cache.capacity)
+        """Cache slots to read: enough for the longest row, in steps that double."""
+        visible = _SLOTS
+        while visible < max(self.state.lengths) + drafts:
+            visible *= 2
+        return min(visible, self.state.cache.capacity)
