@@ -114,11 +114,10 @@ class TestFixedCosts:
 
 
 def test_measured_costs_are_in_the_statistics():
-    """In seconds, by width: what a plain step takes is always among them."""
+    """What a plain step takes is always among them: without it no loss could be noticed."""
     plan = DraftPlan.exit(3, lookup_tokens=4)
     stats = wrap(agreeing_model("llama")).generate(PROMPTS, plan=plan, max_new_tokens=40, eos_token_id=None).stats
-    assert stats.costs["unit"] == "seconds"
-    assert 0 < stats.costs["verify_by_width"][1] < 10
+    assert 0 < stats.costs["plain_step_s"] < 10
     assert stats.drafted_histogram[0] > 0
 
 

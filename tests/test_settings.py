@@ -265,8 +265,8 @@ class TestRefused:
         "cache_config": {}, "cache_implementation": "static", "compile_config": {}, "continuous_batching_config": {},
         "disable_compile": True, "early_stopping": True, "is_assistant": True, "length_penalty": 0.8,
         "max_cache_len": 99, "max_matching_ngram_size": 2, "num_assistant_tokens": 5,
-        "num_assistant_tokens_schedule": "constant", "prompt_lookup_num_tokens": 3, "return_dict_in_generate": True, "target_lookbehind": 10,
-        "transformers_version": "5", "use_cache": False,
+        "num_assistant_tokens_schedule": "constant", "prompt_lookup_num_tokens": 3, "return_dict_in_generate": True,
+        "target_lookbehind": 10, "transformers_version": "5", "use_cache": False,
     }  # fmt: skip
 
     @pytest.mark.parametrize("name", UNSUPPORTED)

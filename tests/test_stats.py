@@ -20,13 +20,11 @@ def stats():
     3        2        1         self   (the first of the two accepted drafts ended the text)
     ======== ======== ========= ======
     """
-    stats = DecodeStats(prompt_tokens=10, new_tokens=1, prefill_s=0.5)
+    stats = DecodeStats(prompt_tokens=10, new_tokens=1, prefill_s=0.5, draft_s=1.0, verify_s=2.0, host_s=0.25)
     for proposed, accepted, committed, source in (
         (3, 3, 4, "self"), (3, 1, 2, "lookup"), (2, 0, 1, "self"), (3, 2, 1, "self")
     ):  # fmt: skip
         stats.record_round(proposed, accepted, committed, source)
-    for _ in range(2):
-        stats.record_times(draft_s=0.5, verify_s=1.0, host_s=0.125)
     return stats
 
 
@@ -124,6 +122,7 @@ def test_dictionary_is_all_counts_times_and_rates_for_json(stats):
         "rounds_by_source": {"self": 3, "lookup": 1},
         "proposed_by_source": {"self": 8, "lookup": 3},
         "accepted_by_source": {"self": 5, "lookup": 1},
+        "execution": "eager",
         "costs": {},
         "prefill_s": 0.5,
         "draft_s": 1.0,
