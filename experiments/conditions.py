@@ -31,6 +31,7 @@ def conditions(model: layerskip.Model, prompts: Sequence[str]) -> dict[str, Any]
         "transformers": transformers.__version__,
         "processor": _processor(),
         "device": str(decoder.device),
+        "accelerator": torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else None,
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "architecture": decoder.architecture,
