@@ -8,11 +8,17 @@ STAMP := .venv/.installed
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: help demo test lint venv clean
+# The benchmark's prompts (Spec-Bench format; without it those in experiments/prompts.jsonl), and what is measured.
+override DATA := $(value DATA)
+export DATA
+BENCH ?= --skip-attention 3,6,7,25 --num-draft-tokens 3 --prompts-per-category 1
+
+.PHONY: help demo bench test lint venv clean
 
 help:
 	@echo 'make demo                decode a prompt with drafting and without, side by side'
 	@echo 'make demo PROMPT="..."   the same with your prompt'
+	@echo 'make bench               measure every way to draft on the same checkpoint; minutes (DATA=prompts.jsonl)'
 	@echo 'make test                lint, types and tests'
 	@echo 'make lint                ruff and mypy only'
 	@echo 'make venv                only create .venv and install everything into it'
@@ -23,6 +29,10 @@ help:
 
 demo: $(STAMP)
 	@$(BIN)/python -m layerskip.cli demo $${PROMPT:+-- "$$PROMPT"}
+
+bench: $(STAMP)
+	@model="$$($(BIN)/python -m layerskip.models.reference)" && \
+		$(BIN)/python -m experiments.bench --model "$$model" --threads 2 $${DATA:+--data "$$DATA"} $(BENCH)
 
 test: lint
 	$(BIN)/pytest

@@ -27,6 +27,7 @@ from rich.progress import track
 
 import layerskip
 from experiments.conditions import conditions
+from experiments.report import append, quartiles
 from layerskip.cli.parser import positive
 from layerskip.exactness import Difference, first_difference
 
@@ -111,13 +112,6 @@ def summary(model: layerskip.Model, arm: Arm, plain: Arm, greedy: bool) -> dict[
     }
 
 
-def quartiles(values: Sequence[float]) -> list[float] | None:
-    """The three quartiles; of one value three times that value, of none None."""
-    if len(values) < 2:
-        return [values[0]] * 3 if values else None
-    return statistics.quantiles(values, n=4)
-
-
 def _difference(model: layerskip.Model, a: layerskip.GenerationResult, b: layerskip.GenerationResult) -> Difference:
     """Where the outputs `a` and `b`, which differ, part."""
     prompt = a.sequences[0, : a.stats.prompt_tokens].tolist()
@@ -161,11 +155,7 @@ def main() -> None:
         run_mode(model, prompts, {**MODES[mode], "max_new_tokens": options.new_tokens}, drafts)
         rows = document[mode] = [summary(model, arm, drafts[0], greedy=mode == "greedy") for arm in drafts]
         print(f"\n{mode}, {len(prompts)} prompts, {options.new_tokens} tokens\n\n{table(rows, len(prompts))}")
-    line = json.dumps(document)
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    with options.results.open("a", encoding="utf-8") as results:
-        results.write(line + "\n")
-    print(line)
+    append(options.results, document)
 
 
 def _options() -> argparse.Namespace:

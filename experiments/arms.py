@@ -1,0 +1,170 @@
+"""Ways to decode the same prompts, ours and transformers', timed alike and run in turn.
+
+It knows how one call of each is timed, not what is made of the times. Ours are the engine's own marks; transformers'
+are taken when its streamer is given tokens. Both count decoding from the first new token on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import layerskip
+from experiments.subjects import Prompt
+from layerskip.models.loading import quiet
+
+__all__ = ["Arm", "Run", "our_arm", "run_in_turn", "transformers_arm"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one call did.
+
+    Attributes:
+        tokens: each row's new ones.
+        first_s: until the first new token: of ours the prompt's pass, of transformers also what comes before it.
+        decode_s, decoded: the seconds from there on, and the tokens that they gave.
+        passes: of the full model behind the prompt's.
+        call_s: of the whole call.
+        stats: ours only.
+    """
+
+    tokens: list[list[int]]
+    first_s: float
+    decode_s: float
+    decoded: int
+    passes: int
+    call_s: float
+    stats: layerskip.DecodeStats | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding, over all rows."""
+        return self.decoded / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass
+class Arm:
+    """One way to decode.
+
+    Attributes:
+        call: decodes prompts greedily up to a number of new tokens.
+        settings: all that distinguishes it, for the report.
+        runs: one for each prompt (and repeat), in the same order for all arms.
+    """
+
+    name: str
+    call: Callable[[list[list[int]], int], Run]
+    settings: dict[str, Any]
+    runs: list[Run] = field(default_factory=list)
+
+
+def our_arm(
+    name: str,
+    model: layerskip.Model,
+    plan: layerskip.DraftPlan | None,
+    governor: str | None = None,
+    cuda_graphs: bool | None = None,
+) -> Arm:
+    """Decoding by `layerskip`; without a plan plainly."""
+
+    def call(rows: list[list[int]], new_tokens: int) -> Run:
+        began = time.perf_counter()
+        result = model.generate(
+            rows, plan=plan, governor=governor, cuda_graphs=cuda_graphs, do_sample=False, max_new_tokens=new_tokens
+        )
+        call_s, stats = time.perf_counter() - began, result.stats
+        # A pass serves all rows, and the statistics count it once a row: a plain row takes one for each token.
+        passes = max(map(len, result.new_token_ids)) - 1 if plan is None else -(-stats.rounds // len(rows))
+        return Run(result.new_token_ids, stats.prefill_s, stats.decode_s, stats.round_tokens, passes, call_s, stats)
+
+    described = {"plan": plan.to_dict() if plan is not None else None, "governor": governor}
+    return Arm(name, call, {**described, "cuda_graphs": cuda_graphs})
+
+
+class _Clock:
+    """A streamer that only notes when how many tokens came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(tokens.numel())
+
+    def end(self) -> None:
+        """Nothing: the last token has been put."""
+
+
+def transformers_arm(name: str, hf_model: PreTrainedModel, **settings: Any) -> Arm:
+    """Decoding by transformers' own `generate`; `settings` are its keyword arguments, all else its defaults."""
+    model: Any = hf_model
+    config = model.generation_config
+    eos = config.eos_token_id
+    eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), 0)
+
+    def call(rows: list[list[int]], new_tokens: int) -> Run:
+        length = max(map(len, rows))
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        clock, began = _Clock(), time.perf_counter()
+        with quiet():
+            sequences = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                pad_token_id=pad,
+                streamer=clock,
+                **settings,
+            )
+        call_s = time.perf_counter() - began
+        tokens = [_until_end(row, eos_ids) for row in sequences[:, length:].tolist()]
+        # The first that was put is the prompt; drafting arms put several tokens at once. Rows that have ended still
+        # get padding: it is no token.
+        first, decoded = (clock.counts[1], sum(map(len, tokens)) - clock.counts[1]) if len(clock.counts) > 1 else (0, 0)
+        return Run(
+            tokens,
+            clock.times[1] - began if first else call_s,
+            clock.times[-1] - clock.times[1] if first else 0.0,
+            decoded,
+            len(clock.counts) - 2,
+            call_s,
+        )
+
+    return Arm(name, call, {"transformers": settings})
+
+
+def _until_end(row: Sequence[int], eos_ids: set[int]) -> list[int]:
+    """The tokens up to and with the first that ends the text."""
+    end = next((index + 1 for index, token in enumerate(row) if token in eos_ids), len(row))
+    return list(row[:end])
+
+
+def run_in_turn(
+    arms: Sequence[Arm], prompts: Iterable[Prompt], new_tokens: int, goes_on: Callable[[], bool] = lambda: True
+) -> int:
+    """Decode every prompt by every arm; who begins changes, so that no arm always follows the same one.
+
+    Args:
+        goes_on: asked before each prompt but the first.
+
+    Returns:
+        How many prompts were decoded.
+    """
+    done = 0
+    for prompt in prompts:
+        if done and not goes_on():
+            break
+        first = done % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            arm.runs.append(arm.call(prompt.rows, new_tokens))
+        done += 1
+    return done
