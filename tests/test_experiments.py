@@ -1,11 +1,13 @@
 """Experiments run to their end on a tiny checkpoint, and their last line is a result that says how it came about."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip import DraftPlan
@@ -79,3 +81,149 @@ def test_no_tokens_to_compare(run):
     tables, document = run("--prompts", "1", "--new-tokens", "1", "--modes", "greedy")
     assert {row["ratio_to_plain_quartiles"] for row in document["greedy"]} == {None}
     assert "| – |" in tables
+
+
+def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"experiments.{name}", "--threads", "1", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture
+def main_of(monkeypatch):
+    """The `main` of a program, to be called here: a process of its own takes seconds to say no."""
+
+    def load(name: str):
+        monkeypatch.syspath_prepend(str(ROOT))  # the root is off the path where the package is installed
+        return importlib.import_module(f"experiments.{name}").main
+
+    return load
+
+
+@pytest.fixture
+def run_bench(tmp_path):
+    """Run the benchmark to its end; return its tables and the document of its last line."""
+
+    def call(*arguments: str) -> tuple[str, dict]:
+        results = tmp_path / "results" / "bench.jsonl"
+        done = run_program("bench", "--dtype", "float64", "--results", str(results), *arguments)
+        assert done.returncode == 0, done.stderr
+        tables, _, last = done.stdout.rstrip("\n").rpartition("\n")
+        assert results.read_text().splitlines() == [last]
+        return tables, json.loads(last)
+
+    return call
+
+
+class TestBench:
+    def test_every_arm_on_random_weights(self, run_bench):
+        tables, document = run_bench(
+            "--model", "tiny", "--exit", "2", "--agreement", "0.9", "--context", "20", "--new-tokens", "12",
+            "--prompts-per-category", "2", "--ungoverned",
+        )  # fmt: skip
+        assert document["conditions"]["dtype"] == "float64"
+        assert document["conditions"]["prompts"] == 2
+        assert document["not_run"] == {}
+        arms = {row["arm"]: row for row in document["arms"]}
+        assert list(arms) == [
+            "plain", "self", "self, ungoverned", "lookup", "lookup, ungoverned", "combined", "combined, ungoverned",
+            "hf-greedy", "hf-early-exit", "hf-lookup",
+        ]  # fmt: skip
+        for name, row in arms.items():
+            assert row["all"]["new_tokens"] == 24, name
+            assert row["all"]["identical"] == row["all"]["calls"] == 2, name
+            assert f"| {name} |" in tables
+        assert arms["plain"]["all"]["ratio_to_plain"] == [1, 1, 1]
+        assert arms["self, ungoverned"]["all"]["tokens_per_round"] > 1.5
+        assert arms["hf-early-exit"]["all"]["tokens_per_round"] > 1.2
+        assert document["draft_costs"]["by_parameters"] < 1
+        assert set(document["pass_costs"]["in_plain_steps"]) == {"1", "2", "3", "4", "6", "8"}
+        assert 0 < document["weights"]["share_of_bandwidth"] < 1
+        for given in ("tmp", str(ROOT)):
+            assert given not in json.dumps(document)
+
+    def test_words_of_several_categories_in_batches(self, run_bench, checkpoint, tmp_path):
+        data = tmp_path / "data.jsonl"
+        categories = ["writing", "math", "writing", "rag"]
+        lines = [{"category": name, "turns": [f"{QUESTIONS[0]} {index}"]} for index, name in enumerate(categories)]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tables, document = run_bench(
+            "--model", str(checkpoint), "--data", str(data), "--batch", "2", "--new-tokens", "9",
+            "--prompts-per-category", "1", "--repeats", "2", "--skip-attention", "3", "--arms", "self", "hf-greedy",
+        )  # fmt: skip
+        plain, drafting, theirs = document["arms"]
+        assert list(plain["categories"]) == ["writing", "math", "rag"]
+        assert drafting["multi_turn"]["calls"] == 4  # two of its categories, twice
+        assert drafting["over_tasks"] is None  # most of the six are missing
+        assert drafting["all"]["identical"] == theirs["all"]["identical"] == 6
+        assert set(document["not_run"]) == {"hf-early-exit", "hf-lookup"}
+        assert "Not run: hf-lookup (transformers drafts for one row only)" in tables
+
+    def test_answers_too_short_to_be_timed_are_counted(self, run_bench):
+        _, document = run_bench("--model", "tiny", "--new-tokens", "5", "--context", "9", "--arms", "lookup")
+        for row in document["arms"]:
+            assert row["all"]["too_short"] == row["all"]["calls"] == 3
+            assert row["all"]["ratio_to_plain"] is None
+            assert row["over_categories"] is None
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--model", "no/such/folder"], "error: got "),
+            (["--model", "tiny", "--exit", "9"], "got an exit at layer 9 on a model of 4 layers"),
+            (["--model", "tiny", "--agreement", "2"], "got agreement=2.0; expected a number from 0"),
+            (["--model", "tiny", "--data", "x.jsonl"], "got --data for random weights"),
+            (["--model", "tiny", "--arms", "self"], "got the arm self, which cannot be run: no plan"),
+            (["--model", "tiny", "--num-draft-tokens", "2"], "got --num-draft-tokens without a draft"),
+            (["--model", "tiny", "--device", "nowhere"], "got --device nowhere; expected a device of this machine"),
+            (["--model", "tiny", "--plan", "x.json", "--exit", "2"], "got --plan beside --exit"),
+            (["--model", "tiny", "--contxt", "2"], "got the unknown option --contxt. Did you mean '--context'?"),
+        ],
+    )
+    def test_what_is_refused(self, arguments, message, main_of, capsys):
+        try:
+            code = main_of("bench")([*arguments, "--threads", "1"])
+        except SystemExit as exit:
+            code = exit.code
+        assert code == 2
+        printed = capsys.readouterr()
+        assert message in printed.err.splitlines()[0]
+        assert printed.err.startswith("error: ")
+        assert printed.out == ""
+
+    def test_prompts_that_come_with_it(self):
+        """Two of each of Spec-Bench's categories, in its format."""
+        lines = [json.loads(line) for line in (ROOT / "experiments/prompts.jsonl").read_text("utf-8").splitlines()]
+        categories = [line["category"] for line in lines]
+        assert len(set(categories)) == 13
+        assert all(categories.count(name) == 2 for name in categories)
+
+    def test_make_runs_it(self):
+        command = ["make", "--dry-run", "bench", "DATA=a b.jsonl"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "-m experiments.bench" in done.stdout
+
+
+class TestGpuCheck:
+    def test_every_step_on_a_cpu(self, tmp_path):
+        results = tmp_path / "gpu.jsonl"
+        done = run_program("gpu_check", "--device", "cpu", "--families", "qwen3", "--results", str(results))
+        tables, _, last = done.stdout.rstrip("\n").rpartition("\n")
+        assert done.returncode == 0, tables
+        assert results.read_text().splitlines() == [last]
+        document = json.loads(last)
+        assert document["conditions"]["device"] == "cpu"
+        assert document["failures"] == []
+        assert document["skipped"] == {}
+        outcome = document["exactness"]["families"]["qwen3"]
+        assert outcome["cases"] == 32
+        assert [name.split(":")[0] for name in outcome["executions"]] == ["static"]
+        assert set(document["speed"]["tiny"]) == {"batch 1", "batch 8"}
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where it is missing")
+    def test_without_a_gpu_it_says_so(self, main_of, capsys):
+        assert main_of("gpu_check")([]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("error: got no CUDA device; expected one.")
+        assert len(printed.err.splitlines()) == 1
