@@ -166,6 +166,8 @@ def _counts(draft: Draft) -> Tensor:
 
 def _leading(valid: Tensor) -> Tensor:
     """Count a row's positions before the first that is not valid: (batch,)."""
+    if valid.shape[1] == 1:
+        return valid[:, 0].long()
     return valid.long().cumprod(dim=1).sum(dim=1)
 
 

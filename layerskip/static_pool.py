@@ -90,6 +90,6 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
         return "a logits processor looks at the tokens before each position, and only the host can call it"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
-    if len({block.device for block in decoder.blocks}) > 1:
+    if decoder.is_spread:
         return "the model is spread over several devices"
     return None

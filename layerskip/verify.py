@@ -84,6 +84,8 @@ def accept_by_match(draft_tokens: Tensor, target_tokens: Tensor, num_drafted: Te
     Returns:
         The number of drafts that stand, and the token behind them: (batch,) each.
     """
+    if draft_tokens.shape[1] == 0:
+        return num_drafted, target_tokens[:, 0]
     stands = draft_tokens == target_tokens[:, : draft_tokens.shape[1]]
     accepted = _leading(stands, num_drafted)
     return accepted, target_tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)

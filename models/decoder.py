@@ -61,6 +61,7 @@ class Decoder:
     Attributes:
         full_path: all blocks, whole.
         full_head: the model's own.
+        is_spread: its blocks lie on several devices.
         preparation: what `prepare` has done so far.
     """
 
@@ -87,6 +88,7 @@ class Decoder:
             for index, window in enumerate(sliding_windows(model.config))
         ]
         self.device = self.blocks[0].device
+        self.is_spread = len({block.device for block in self.blocks}) > 1
         self.full_path = tuple(Step(index) for index in range(len(self.blocks)))
         self._rotary = Rotary(take(family.rotary), self.dtype)
         self._is_tied = getattr(head, "weight", head) is self.embedding.weight
@@ -173,7 +175,7 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states of `token_ids` before the first block."""
         hidden: Tensor = self.embedding(token_ids)
-        return hidden
+        return hidden.to(self.device)
 
     def run(
         self, hidden: Tensor, path: Sequence[Step], cache: KVCache, span: Span, exact_blocks: int | None = None
@@ -186,7 +188,8 @@ class Decoder:
         """
         for index, attention, mlp in path:
             block = self.blocks[index]
-            hidden, span = hidden.to(block.device), span.to(block.device)
+            if self.is_spread:
+                hidden, span = hidden.to(block.device), span.to(block.device)
             if attention:
                 hidden = block.attend(hidden, cache, span)
             if mlp:
@@ -217,6 +220,6 @@ class Decoder:
             (batch, tokens, ids).
         """
         head = self.full_head if head is None else head
-        normed: Tensor = self.final_norm(hidden.to(self._norm_device))
+        normed = self.final_norm(hidden.to(self._norm_device))
         logits = head.linears(normed.to(self._head_device)).to(self.device)
         return logits[..., head.vocabulary] if head.is_cut else logits

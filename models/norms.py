@@ -58,7 +58,7 @@ class _RMSNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         mirrored = hidden.unsqueeze(-2) * self._signs
-        return F.layer_norm(mirrored, self._shape, self._weight, None, self._eps).select(-2, 0)
+        return torch.layer_norm(mirrored, self._shape, self._weight, None, self._eps, False).select(-2, 0)
 
 
 @torch.no_grad()
