@@ -235,6 +235,7 @@ def test_blocks_on_another_device_get_a_span_of_theirs(monkeypatch):
         attend = block.attend
         monkeypatch.setattr(block, "attend", lambda *given, attend=attend: spans.append(given[2]) or attend(*given))
     decoder.blocks[1].device = decoder.blocks[2].device = torch.device("cpu", 1)
+    decoder.is_spread = True
     logits = run_in_passes(decoder, token_ids, (LENGTH,))
     torch.testing.assert_close(logits, reference(model_of("mistral-window"), token_ids), **CLOSE)
     assert spans[0] is not spans[1] is spans[2]
