@@ -83,8 +83,10 @@ def our_arm(
         passes = max(map(len, result.new_token_ids)) - 1 if plan is None else -(-stats.rounds // len(rows))
         return Run(result.new_token_ids, stats.prefill_s, stats.decode_s, stats.round_tokens, passes, call_s, stats)
 
-    described = {"plan": plan.to_dict() if plan is not None else None, "governor": governor}
-    return Arm(name, call, {**described, "cuda_graphs": cuda_graphs})
+    described = plan.to_dict() if plan is not None else None
+    if described is not None and plan is not None and plan.draft_vocabulary is not None:
+        described["draft_vocabulary"] = f"{len(plan.draft_vocabulary)} ids"  # listed, they would drown the rest
+    return Arm(name, call, {"plan": described, "governor": governor, "cuda_graphs": cuda_graphs})
 
 
 class _Clock:

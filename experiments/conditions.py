@@ -50,7 +50,10 @@ def _program() -> list[str]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # a borrowed machine may well have none
+        return "unknown" if arguments[0] == "rev-parse" else ""
     return done.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
 
 

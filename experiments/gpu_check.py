@@ -12,6 +12,7 @@ Exit code 1: something was not exact or failed; 2: there is no such device.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import traceback
@@ -43,6 +44,7 @@ __all__ = ["main"]
 AGREEMENT = 0.9  # planted; what acceptance it gives is measured
 BATCHES = (1, 8)
 CONTEXT, NEW_TOKENS, CALLS = 200, 64, 2
+SPEED_S = 75  # that must be left for one model at one batch size
 HEADROOM = 1.5  # of the weights' size that must be free: caches, graphs, and a prompt's pass
 
 
@@ -80,6 +82,7 @@ class Check:
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
             return None
         finally:
+            gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -115,7 +118,7 @@ def measure_geometry(check: Check, name: str, dtype: torch.dtype, with_transform
         if with_transformers:
             arms.append(transformers_arm("hf-greedy", subject.load_for_transformers()))
         title = f"{name}, {str(dtype).removeprefix('torch.')}, batch {batch}"
-        measured = check.stage(title, 45, partial(_measure, check, model, arms, batch, plan))
+        measured = check.stage(title, SPEED_S, partial(_measure, check, model, arms, batch, plan))
         if measured is not None:
             document[f"batch {batch}"] = measured
             _show(title, measured)
@@ -185,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         obstacle = _memory_obstacle(name, torch.bfloat16, device)
         document["speed"][name] = check.stage(
             f"speed, {name}",
-            45,
+            SPEED_S,
             partial(measure_geometry, check, name, torch.bfloat16, with_transformers=index == 0),
             obstacle,
         )

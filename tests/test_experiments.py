@@ -89,14 +89,16 @@ def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def main_of(monkeypatch):
+def module_of(monkeypatch):
+    """A module of the folder, imported here; the root is off the path where the package is installed."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"experiments.{name}")
+
+
+@pytest.fixture
+def main_of(module_of):
     """The `main` of a program, to be called here: a process of its own takes seconds to say no."""
-
-    def load(name: str):
-        monkeypatch.syspath_prepend(str(ROOT))  # the root is off the path where the package is installed
-        return importlib.import_module(f"experiments.{name}").main
-
-    return load
+    return lambda name: module_of(name).main
 
 
 @pytest.fixture
@@ -189,6 +191,22 @@ class TestBench:
         assert message in printed.err.splitlines()[0]
         assert printed.err.startswith("error: ")
         assert printed.out == ""
+
+    def test_means_over_categories_and_tasks(self, module_of):
+        """Medians of ratios by category, geometric means over them; the chat categories are one task of six."""
+        arms, report, subjects = map(module_of, ("arms", "report", "subjects"))
+        speeds = {"writing": 1, "math": 4, "translation": 2, "summarization": 4, "qa": 2, "math_reasoning": 4, "rag": 1}
+        prompts = [subjects.Prompt(name, [[1]]) for name in speeds for _ in range(3)]
+
+        def arm(name, speed_of):
+            runs = [arms.Run([[0] * 9], 0.1, 8 / speed_of(prompt.category), 8, 8, 1.0) for prompt in prompts]
+            return arms.Arm(name, lambda rows, new_tokens: None, {}, runs)
+
+        row = report.summarise(arm("fast", speeds.get), arm("plain", lambda name: 1), prompts)
+        assert row["categories"]["math"]["ratio_to_plain"] == pytest.approx([4, 4, 4])
+        assert row["multi_turn"]["ratio_to_plain"][1] == pytest.approx(2.5)
+        assert row["over_categories"] == pytest.approx((1 * 4 * 2 * 4 * 2 * 4 * 1) ** (1 / 7))
+        assert row["over_tasks"] == pytest.approx((2.5 * 2 * 4 * 2 * 4 * 1) ** (1 / 6))
 
     def test_prompts_that_come_with_it(self):
         """Two of each of Spec-Bench's categories, in its format."""
