@@ -148,7 +148,7 @@ class TestStream:
 
     def test_the_result_equals_that_of_generate(self):
         model = wrap(agreeing_model("llama"), character_tokenizer())
-        options = {"plan": DraftPlan.exit(2), "max_new_tokens": 20, "do_sample": True, "seed": 3}
+        options = {**always(DraftPlan.exit(2)), "max_new_tokens": 20, "do_sample": True, "seed": 3}
         stream, whole = model.stream(prompt(), **options), model.generate(prompt(), **options)
         list(stream)
         assert torch.equal(stream.result.sequences, whole.sequences)
