@@ -61,7 +61,7 @@ class Subject:
         else:
             model = layerskip.load(self.name, dtype=self.dtype, device=self.device)
         # Arms take turns: with room for the rounds of fewer plans each call would record its own again.
-        model._static_pool = StaticPool(most=KEPT_ROUNDS)
+        model.static_pool = StaticPool(most=KEPT_ROUNDS)
         return model
 
     def load_for_transformers(self) -> PreTrainedModel:

@@ -91,6 +91,8 @@ class Model:
     Attributes:
         tokenizer: None when only token ids are used.
         decoder: its blocks, to be run one by one.
+        static_pool: recordings (CUDA graphs) that are kept from call to call, with their memory; replace it by a larger
+            one if more than two kinds of call alternate.
     """
 
     def __init__(self, hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -105,7 +107,7 @@ class Model:
         self.decoder = Decoder(hf_model)
         self._draft_models: dict[Any, Model] = {}
         self._loading = threading.Lock()
-        self._static_pool = StaticPool()
+        self.static_pool = StaticPool()
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -248,7 +250,7 @@ class Model:
 
     def _engine(self, request: Request) -> Engine:
         planned = {} if request.plan is None else self._planned(request.plan)
-        return build_engine(self.decoder, request, planned, self.tokenizer, self._static_pool)
+        return build_engine(self.decoder, request, planned, self.tokenizer, self.static_pool)
 
     def _planned(self, plan: DraftPlan) -> dict[str, PlannedDrafter]:
         """The drafters of `plan`; a draft model is loaded now, before any time is counted."""

@@ -95,6 +95,11 @@ class DraftPlan:
                 "got a plan with num_draft_tokens=0 that says how to draft; expected 1 or more draft tokens, or "
                 "none of skip_attention, skip_mlp, exit_layer, draft_model and draft_vocabulary."
             )
+        if self.num_draft_tokens == 0 and self.confidence_threshold > 0:
+            raise PlanError(
+                "got a plan with a confidence_threshold that only looks tokens up, which has no confidence; expected "
+                "num_draft_tokens from 1, or no confidence_threshold."
+            )
         if self.draft_model is not None and self.draft_vocabulary is not None:
             raise PlanError(
                 "got a plan with both a draft model and a draft_vocabulary, which is for self-drafts; expected one of "

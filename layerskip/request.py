@@ -37,7 +37,9 @@ class CallOptions(TypedDict, total=False):
     cost_ratios: a `layerskip.CostRatios`, for the governor "fixed".
     logits_processor: must be functions of (input_ids, scores). They are asked about drafted prefixes too, in rising
         order and more than once; one that keeps a state of its own per call would see tokens that are rejected later.
-    seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's global generator.
+    seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's global generator. Under
+        "maximal" the text of a seed depends on what is drafted, and with the governor "measured" that depends on
+        clocks: for texts that repeat use "invariant", or another governor.
     acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
     pass_width: run every pass over exactly this many tokens, plain steps too, so that even in bfloat16 the output does
         not depend on the draft to the last bit. It costs what a pass that wide costs; at least

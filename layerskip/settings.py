@@ -65,7 +65,8 @@ _WITHOUT_EFFECT_ON_TOKENS = {
     "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bos_token_id", "cache_config",
     "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile", "early_stopping",
     "is_assistant", "length_penalty", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "target_lookbehind", "transformers_version", "use_cache",
+    "num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "target_lookbehind", "transformers_version",
+    "use_cache",
 }  # fmt: skip
 # Further fields, with the values at which they are off.
 _OFF: dict[str, tuple[Any, ...]] = {

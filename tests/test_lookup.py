@@ -224,7 +224,7 @@ class TestBesideAnotherWay:
                     drafter.decoder.run(drafter.decoder.embed(text), drafter.decoder.full_path, fresh, span)
                 for stored, right in zip(drafter.cache.keys, fresh.keys, strict=True):
                     torch.testing.assert_close(stored[row, :, :held], right[0], rtol=0, atol=1e-10)
-        assert engine.stats.accepted_by_source["lookup"] > 4 and engine.stats.rounds_by_source["model"] > 4
+        assert engine.stats.accepted_by_source["lookup"] > 4 and engine.stats.rounds_by_source["model"] > 2
 
 
 class SaysInRow(Says):

@@ -152,7 +152,7 @@ class TestAgain:
         model = layerskip.wrap(tiny_model("llama"))
         expected = model.generate(prompt(), **GREEDY).sequences
         model.generate(prompt(), **GREEDY, cuda_graphs=True)
-        _, kept = model._static_pool._kept[0]
+        _, kept = model.static_pool._kept[0]
         for entries in kept.state.cache._entries:
             entries.fill_(float("nan"))
         assert torch.equal(model.generate(prompt(), **GREEDY, cuda_graphs=True).sequences, expected)

@@ -52,7 +52,9 @@ class ModelDrafter:
             return self._feed(state, self._held if offset == 0 else [end - 1 for end in ends], ends)
 
         draft = draft_chain(next_logits, self.context, state, limits, goes_on)
-        self._held = [length - 1 + draft.tokens.shape[1] for length in state.lengths]
+        # Where nothing was to be drafted the chain's tokens may be written over by another drafter's.
+        fed = draft.tokens.shape[1]
+        self._held = [length - 1 + (fed if limit else 1) for length, limit in zip(state.lengths, limits, strict=True)]
         return draft
 
     def observe(self, state: DecodeState) -> None:

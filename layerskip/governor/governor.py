@@ -189,15 +189,13 @@ class WorthIt:
         gains = np.zeros((len(rooms), most + 1))
         for row, (room, grade) in enumerate(zip(rooms, grades, strict=True)):
             record = self._records[name][row]
-            longest = min(room, most if record.rounds >= _FIRST_DRAFTS or self._is_free(name) else _FIRST_DRAFTS)
+            is_known = record.rounds >= _FIRST_DRAFTS or self.sources[name].cost_ratio == 0
+            longest = min(room, most if is_known else min(most, _FIRST_DRAFTS))
             if grade is not None and longest > 0:
                 chances = np.cumsum(record.reach(grade, longest))
                 gains[row, 1 : longest + 1] = chances
                 gains[row, longest + 1 :] = chances[-1]
         return gains
-
-    def _is_free(self, name: str) -> bool:
-        return self.sources[name].cost_ratio == 0
 
     def _best_lengths(
         self, names: Sequence[str], gains: Sequence[NDArray[np.float64]], running: int
