@@ -138,7 +138,7 @@ class Model:
         """What `prepare` (or `load`) did to the weights, and what it cost."""
         return self.decoder.preparation
 
-    def prepare(self, *, pack: bool | None = None) -> Preparation:
+    def prepare(self, *, pack: bool | None = None, huge_pages: bool = True) -> Preparation:
         """Make decoding faster by copies of the weights: fused where they read the same input, on the CPU packed.
 
         On SmolLM2 in bfloat16 packing halves the time of a linear; it takes 0.15 s and as much memory as the weights.
@@ -147,13 +147,16 @@ class Model:
 
         Args:
             pack: None packs where it can be done, False fuses only, True packs or raises.
+            huge_pages: on Linux, move the new weights into pages of 2 MiB.
 
         Raises:
             SettingError: `pack` is true and packing cannot be done; the message says why.
         """
         if not isinstance(pack, bool | None):
             raise SettingError(f"got pack={pack!r}; expected True, False, or None to pack where it can be done.")
-        return self.decoder.prepare(pack=pack)
+        if not isinstance(huge_pages, bool):
+            raise SettingError(f"got huge_pages={huge_pages!r}; expected True or False.")
+        return self.decoder.prepare(pack=pack, huge_pages=huge_pages)
 
     def _prepare_in_place(self) -> None:
         """Prepare weights that nobody else has seen."""

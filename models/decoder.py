@@ -112,14 +112,14 @@ class Decoder:
         for each in (self.final_norm, *(each for block in self.blocks for each in block.norms)):
             refresh(each)
 
-    def prepare(self, *, pack: bool | None = None, in_place: bool = False) -> Preparation:
+    def prepare(self, *, pack: bool | None = None, in_place: bool = False, huge_pages: bool = True) -> Preparation:
         """Make the linears faster; arguments and errors as in `prepare_linears`. Not while something is decoding."""
         self.refuse_changes()
         if self.preparation != Preparation():
             return self._prepared_before(pack)
         shared = [self.full_head.linears] if self._is_tied else []
         self._partial_heads.clear()
-        self.preparation = prepare_linears(self._linears, shared, pack=pack, in_place=in_place)
+        self.preparation = prepare_linears(self._linears, shared, pack=pack, in_place=in_place, huge_pages=huge_pages)
         return self.preparation
 
     def _prepared_before(self, pack: bool | None) -> Preparation:

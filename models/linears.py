@@ -127,6 +127,14 @@ class Linears:
             self._released = False
             self._remember(weight)
 
+    def regions(self) -> list[tuple[int, int]]:
+        """Where what is read at every token lies in the CPU's memory: (address, bytes) of each piece."""
+        if isinstance(self._form, _Packed):
+            op = torch.ops.mkldnn
+            return [(op.data_ptr(packed), op._nbytes(packed)) for packed in self._form.packed]
+        weights = [each for each in self._read if each is not None and each.device.type == "cpu"]
+        return [(each.data_ptr(), each.numel() * each.element_size()) for each in weights]
+
     def is_stale(self) -> bool:
         """Whether other weights or biases were put into the modules, or those that were copied were written to."""
         now = self._parameters()
