@@ -110,14 +110,13 @@ class TestMeasuredCosts:
             costs.note_verify(1, 0.060)
         assert costs.draft("self") / costs.verify(1) == pytest.approx(0.25)
 
-    def test_a_wider_pass_is_never_thought_cheaper(self):
-        """Catches a lucky measurement that makes long drafts look free for ever."""
+    def test_one_lucky_measurement_does_not_make_long_drafts_free(self):
+        """It would never be corrected if it did not matter, and always if it did."""
         costs = self.costs()
         for _ in range(9):
             costs.note_verify(1, 0.020)
-            costs.note_verify(3, 0.040)
-        costs.note_verify(5, 0.010)
-        assert costs.verify(1) <= costs.verify(3) <= costs.verify(5) <= costs.verify(6)
+        costs.note_verify(5, 0.001)
+        assert costs.verify(1) <= costs.verify(5)
 
     def test_a_plain_step_is_asked_for_where_there_was_none(self):
         """A loss can be noticed only against it."""

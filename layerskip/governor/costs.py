@@ -163,11 +163,14 @@ class MeasuredCosts:
         return median(self._scales) if self._scales else 1.0
 
     def _verify_ratio(self, width: int) -> float:
-        """Of a pass over `width` tokens: measured, the less often the more by the prior; no less than of narrower."""
+        """Of a pass over `width` tokens: measured, the less often the more by the prior; no less than a plain step.
+
+        Not always more than of a narrower one: packed linears take longer for two rows than for four.
+        """
         while len(self._table) <= width:
             own = 1 + VERIFY_SLOPE * (len(self._table) - 1)
             measured = self._ratios.get(len(self._table))
             if measured:
                 own = (len(measured) * median(measured) + _PRIOR_WEIGHT * own) / (len(measured) + _PRIOR_WEIGHT)
-            self._table.append(max(own, self._table[-1]))
+            self._table.append(max(own, 1.0))
         return self._table[width]
