@@ -69,7 +69,7 @@ class _Passes:
             span = decoder.span(starts, width, visible)
             exact = decoder.num_blocks if path is None else 0
             hidden = decoder.run(decoder.embed(ids), path or decoder.full_path, self.cache, span, exact)
-            return (decoder.logits(hidden, head).argmax(-1),)
+            return (decoder.logits(hidden, head).max(dim=-1).indices,)  # as the greedy rule chooses
 
         def timed() -> None:
             if recorder is not None:  # with positions that only the device knows the cache keeps no books

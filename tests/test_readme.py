@@ -27,7 +27,7 @@ def commands(program: str) -> list[str]:
 def test_blocks_are_found():
     """A typo in a fence would silence all other tests here."""
     assert len(blocks("python")) == 1
-    assert len(commands("make")) == 3
+    assert len(commands("make")) == 4
     assert len(commands("layerskip")) == 4
 
 

@@ -13,9 +13,9 @@ from collections.abc import Hashable, Sequence
 
 __all__ = ["AcceptanceRecord"]
 
-_WEIGHT = 2.0  # of the prior, in observations
+_WEIGHT = 1.5  # of the prior, in observations
 _FADE = 0.9  # of old evidence with each new observation: a memory of ten
-_IDLE_FADE = 2 ** (-1 / 64)  # with each round in which the source rests: half of it in 64 rounds
+_IDLE_FADE = 2 ** (-1 / 96)  # with each round in which the source rests: half of it in 96 rounds
 _CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)
 
 

@@ -118,32 +118,34 @@ class MeasuredCosts:
         """`draft_ratios`: what a draft step costs in plain steps, until it is measured."""
         self._draft_ratios = draft_ratios
         self._scales: deque[float] = deque(maxlen=_WINDOW)
+        self._scale = 1.0  # of a plain step; before anything is measured everything is in plain steps
         self._ratios: dict[int | str, deque[float]] = {}  # by width of a pass, or source of a draft
         self._table = [1.0, 1.0]  # of the ratios by width, made anew when one was measured
         self._rounds_without_plain, self._has_plain = 0, False
 
     def verify(self, width: int) -> float:
         """See `Costs.verify`."""
-        return self._scale() * self._verify_ratio(width)
+        return self._scale * self._verify_ratio(width)
 
     def draft(self, source: str) -> float:
         """See `Costs.draft`."""
         measured = self._ratios.get(source)
-        return self._scale() * (median(measured) if measured else self._draft_ratios[source])
+        return self._scale * (median(measured) if measured else self._draft_ratios[source])
 
     def note_verify(self, width: int, seconds: float) -> None:
         """See `Costs.note_verify`."""
         if width > 1 and self._scales:
-            self._ratios.setdefault(width, deque(maxlen=_WINDOW)).append(seconds / self._scale())
+            self._ratios.setdefault(width, deque(maxlen=_WINDOW)).append(seconds / self._scale)
             del self._table[2:]
         self._scales.append(seconds / self._verify_ratio(width))
+        self._scale = median(self._scales)
         self._rounds_without_plain = 0 if width == 1 else self._rounds_without_plain + 1
         self._has_plain = self._has_plain or width == 1
 
     def note_draft(self, source: str, steps: int, seconds: float) -> None:
         """See `Costs.note_draft`; a source without cost is not timed."""
         if self._draft_ratios[source] > 0 and self._scales:
-            self._ratios.setdefault(source, deque(maxlen=_WINDOW)).append(seconds / steps / self._scale())
+            self._ratios.setdefault(source, deque(maxlen=_WINDOW)).append(seconds / steps / self._scale)
 
     def lacks_plain(self) -> bool:
         """When it was not measured in the first rounds, or not for long: without it no loss can be noticed."""
@@ -153,14 +155,10 @@ class MeasuredCosts:
         """See `Costs.to_dict`; ratios are in plain steps."""
         widths = sorted(key for key in self._ratios if isinstance(key, int))
         return {
-            "plain_step_s": self._scale() if self._scales else None,
+            "plain_step_s": self._scale if self._scales else None,
             "draft_ratios": {key: median(each) for key, each in self._ratios.items() if isinstance(key, str)},
             "verify_ratios": {width: self._verify_ratio(width) for width in widths},
         }
-
-    def _scale(self) -> float:
-        """Of a plain step; 1 before anything was measured: everything is in plain steps then."""
-        return median(self._scales) if self._scales else 1.0
 
     def _verify_ratio(self, width: int) -> float:
         """Of a pass over `width` tokens: measured, the less often the more by the prior; no less than a plain step.

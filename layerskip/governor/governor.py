@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, product
+from operator import mul
 from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import GoesOn
@@ -27,7 +26,7 @@ __all__ = ["Always", "Decision", "Governor", "Source", "WorthIt"]
 Grades = Mapping[str, Sequence[int | None]]
 """By source, `Drafter.outlook` of each row."""
 
-_FIRST_DRAFTS = 2  # most drafts of a row's first rounds with a source, whose prior is mere hope
+_CAREFUL_ROUNDS = 2  # of a row with a source that costs time: one draft each, since its prior is mere hope
 _LEAST_GAIN = 0.02  # expected tokens below which a row drafts nothing, even where others' drafts make it free
 
 
@@ -43,7 +42,7 @@ class Source:
 
     most: int
     cost_ratio: float
-    priors: Sequence[float] = (0.9, 0.9, 0.9, 0.9)
+    priors: Sequence[float] = (0.8, 0.8, 0.8, 0.8)
 
 
 @dataclass(frozen=True)
@@ -129,15 +128,15 @@ class WorthIt:
         """See `Governor.decide`."""
         limits = {name: [0] * len(rooms) for name in self.sources}
         running = sum(room >= 0 for room in rooms)
-        if not any(room > 0 for room in rooms) or self.costs.lacks_plain():
+        gains = {name: self._gains(name, rooms, grades[name]) for name in self.sources}
+        if self.costs.lacks_plain() or not any(any(each[-1]) for each in gains.values()):
             return Decision(limits, grades, running / self.costs.verify(1))
-        names = sorted(self.sources, key=lambda name: self.sources[name].cost_ratio, reverse=True)
-        gains = [self._gains(name, rooms, grades[name]) for name in names]
-        lengths, rate = self._best_lengths(names, gains, running)
-        for row in range(len(rooms)):
-            best = max(range(len(names)), key=lambda each: gains[each][row, lengths[each]])
-            gain, room = gains[best][row, lengths[best]], min(lengths[best], rooms[row])
-            limits[names[best]][row] = max(room, 0) if gain >= _LEAST_GAIN else 0
+        lengths, rate = self._best_lengths(gains, running)
+        for row, room in enumerate(rooms):
+            of_row = {name: gains[name][length][row] for name, length in lengths.items()}
+            best = max(of_row, key=lambda name: of_row[name])
+            is_worth_it = of_row[best] >= _LEAST_GAIN
+            limits[best][row] = max(0, min(lengths[best], room)) if is_worth_it else 0
         return Decision(limits, grades, rate)
 
     def goes_on(self, source: str, decision: Decision) -> GoesOn | None:
@@ -183,33 +182,29 @@ class WorthIt:
         """See `Governor.to_dict`."""
         return self.costs.to_dict()
 
-    def _gains(self, name: str, rooms: Sequence[int], grades: Sequence[int | None]) -> NDArray[np.float64]:
-        """Tokens that each row is expected to gain by its first k drafts: (batch, most + 1)."""
-        most = self.sources[name].most
-        gains = np.zeros((len(rooms), most + 1))
-        for row, (room, grade) in enumerate(zip(rooms, grades, strict=True)):
-            record = self._records[name][row]
-            is_known = record.rounds >= _FIRST_DRAFTS or self.sources[name].cost_ratio == 0
-            longest = min(room, most if is_known else min(most, _FIRST_DRAFTS))
-            if grade is not None and longest > 0:
-                chances = np.cumsum(record.reach(grade, longest))
-                gains[row, 1 : longest + 1] = chances
-                gains[row, longest + 1 :] = chances[-1]
-        return gains
+    def _gains(self, name: str, rooms: Sequence[int], grades: Sequence[int | None]) -> list[list[float]]:
+        """For k = 0, 1, …: the tokens that each row is expected to gain by its first k drafts.
 
-    def _best_lengths(
-        self, names: Sequence[str], gains: Sequence[NDArray[np.float64]], running: int
-    ) -> tuple[list[int], float]:
+        Ends where no row would gain more than `_LEAST_GAIN` by another one.
+        """
+        most, source = self.sources[name].most, self.sources[name]
+        rows = []
+        for room, grade, record in zip(rooms, grades, self._records[name], strict=True):
+            is_known = record.rounds >= _CAREFUL_ROUNDS or source.cost_ratio == 0
+            longest = min(room, most if is_known else 1)
+            chances = record.reach(grade, longest) if grade is not None and longest > 0 else []
+            rows.append(list(accumulate((chance for chance in chances if chance >= _LEAST_GAIN), initial=0.0)))
+        return [[row[min(k, len(row) - 1)] for row in rows] for k in range(max(map(len, rows)))]
+
+    def _best_lengths(self, gains: Mapping[str, list[list[float]]], running: int) -> tuple[dict[str, int], float]:
         """The length of each source's drafts that gives most tokens per time, and that rate."""
-        grid = np.meshgrid(*(np.arange(each.shape[1]) for each in gains), indexing="ij")
-        per_row = [np.moveaxis(each, 0, -1) for each in gains]  # (most + 1, batch)
-        best_of_row = per_row[0][grid[0]]
-        for lengths, each in zip(grid[1:], per_row[1:], strict=True):
-            best_of_row = np.maximum(best_of_row, each[lengths])
-        tokens = running + best_of_row.sum(axis=-1)
-        widest = max(each.shape[1] for each in gains)
-        verify = np.array([self.costs.verify(width + 1) for width in range(widest)])
-        drafting = sum(lengths * self.costs.draft(name) for name, lengths in zip(names, grid, strict=True))
-        rates = tokens / (drafting + verify[np.maximum.reduce(grid)])
-        best = np.unravel_index(int(rates.argmax()), rates.shape)
-        return [int(each) for each in best], float(rates[best])
+        drafting = [self.costs.draft(name) for name in gains]
+        verifying = [self.costs.verify(drafts + 1) for drafts in range(max(map(len, gains.values())))]
+        best, best_rate = (0,) * len(gains), 0.0
+        for lengths in product(*map(range, map(len, gains.values()))):
+            of_sources = (of_source[k] for of_source, k in zip(gains.values(), lengths, strict=True))
+            tokens = running + sum(map(max, zip(*of_sources, strict=True)) if len(lengths) > 1 else next(of_sources))
+            seconds = verifying[max(lengths)] + sum(map(mul, lengths, drafting))
+            if tokens > best_rate * seconds:
+                best, best_rate = lengths, tokens / seconds
+        return dict(zip(gains, best, strict=True)), best_rate
