@@ -80,6 +80,16 @@ class BorrowedModules:
                 "now. Wrap it again: layerskip.wrap(model, tokenizer)."
             )
 
+    def leave_file(self) -> None:
+        """Copy what is no linear out of the weight file that it may be mapped from, so that the file can be let go.
+
+        A file stays mapped as long as one tensor lies in it, and linears give their weights up (`Linears.pack`).
+        """
+        for module, _ in self._taken.values():
+            if not isinstance(module, nn.Linear):
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = parameter.data.clone()
+
     def _placement(self) -> tuple[torch.device, torch.dtype]:
         parameter = next(self._model.parameters())
         return parameter.device, parameter.dtype

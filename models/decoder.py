@@ -117,6 +117,8 @@ class Decoder:
         self.refuse_changes()
         if self.preparation != Preparation():
             return self._prepared_before(pack)
+        if in_place and self.device.type == "cpu":
+            self._modules.leave_file()
         shared = [self.full_head.linears] if self._is_tied else []
         self._partial_heads.clear()
         self.preparation = prepare_linears(self._linears, shared, pack=pack, in_place=in_place, huge_pages=huge_pages)
