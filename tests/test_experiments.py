@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip import DraftPlan
 from layerskip.models.loading import quiet
+from tests.checkpoints import save_tiny
 from tests.tiny_models import TINY_CONFIGS
 from tests.toy_tokenizer import character_tokenizer
 
@@ -245,3 +246,18 @@ class TestGpuCheck:
         assert printed.out == ""
         assert printed.err.startswith("error: got no CUDA device; expected one.")
         assert len(printed.err.splitlines()) == 1
+
+
+class TestStepProfile:
+    def test_every_form_of_the_weights(self, tmp_path):
+        results, checkpoint = tmp_path / "profile.jsonl", save_tiny(tmp_path / "tiny")
+        arguments = ("--model", str(checkpoint), "--dtype", "float32", "--threads", "1", "--repeats", "2")
+        done = run_program("step_profile", *arguments, "--results", str(results))
+        assert done.returncode == 0, done.stderr
+        document = json.loads(results.read_text())
+        assert json.loads(done.stdout.splitlines()[-1]) == document
+        assert list(document["step_s"]) == [
+            "transformers", "weights as they are", "fused", "packed", "packed, huge pages",
+        ]  # fmt: skip
+        assert min(document["step_s"].values()) > 0
+        assert any("_linear_pointwise" in row["operator"] for row in document["operators"]["packed"])
