@@ -17,6 +17,7 @@ import torch
 
 from layerskip.models.decoder import Decoder, Head, Step
 from layerskip.recording import CudaGraphs, Recorder
+from layerskip.static_rounds import SLOTS
 from layerskip.timing import Stopwatch
 
 __all__ = ["PeakMemory", "draft_costs", "interleaved", "machine_bandwidth", "pass_costs", "watched_memory"]
@@ -25,7 +26,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXT = 200  # committed tokens behind which passes are timed
 REPEATS = 40
 DRAFT_IDS = 8192  # of the draft vocabulary whose step is timed
-_SLOTS = 256  # cache slots that recorded passes read, as static rounds do
+
 _WARM_UP = 3
 
 
@@ -48,7 +49,7 @@ class _Passes:
     def __init__(self, decoder: Decoder, batch: int, recorded: bool) -> None:
         self.decoder, self.batch = decoder, batch
         self.context = min(CONTEXT, decoder.max_positions - max(WIDTHS))
-        self.cache = decoder.new_cache(batch, _SLOTS)
+        self.cache = decoder.new_cache(batch, SLOTS)
         self.recorder: Recorder | None = CudaGraphs(decoder.device) if recorded else None
         self.starts = torch.full((batch,), self.context, device=decoder.device)
         span = decoder.span([0] * batch, self.context)
@@ -73,7 +74,7 @@ class _Passes:
 
         def timed() -> None:
             if recorder is not None:  # with positions that only the device knows the cache keeps no books
-                (chosen,) = recorder(key, lambda: run(self.starts, _SLOTS))
+                (chosen,) = recorder(key, lambda: run(self.starts, SLOTS))
                 chosen.tolist()
             else:
                 run([self.context] * self.batch, None)[0].tolist()

@@ -1,6 +1,7 @@
 """From a checked request to an engine that is ready to decode it: everything one run needs, made anew.
 
-A run shares nothing with another but the weights, so that calls may overlap and an interrupted one leaves no trace.
+A run shares nothing with another that runs at the same time but the weights, so that calls may overlap and an
+interrupted one leaves no trace.
 """
 
 from __future__ import annotations
@@ -93,19 +94,23 @@ def build_engine(
         state.reset(request.prompts, limits)
     else:
         state = DecodeState(request.prompts, limits, decoder.new_cache(len(lengths), capacity), device)
-    return Engine(
-        decoder=decoder,
-        state=state,
-        context=context,
-        drafters={name: each.make(context) for name, each in planned.items()},
-        governor=_governor(request, planned, most),
-        pass_width=request.pass_width,
-        static=rounds.static,
-        release=rounds.release,
-        stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
-        # Last: with it the clock of max_time begins to run.
-        stopping=make_stopping(settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions),
-    )
+    try:
+        return Engine(
+            decoder=decoder,
+            state=state,
+            context=context,
+            drafters={name: each.make(context) for name, each in planned.items()},
+            governor=_governor(request, planned, most),
+            pass_width=request.pass_width,
+            static=rounds.static,
+            release=rounds.release,
+            stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
+            # Last: with it the clock of max_time begins to run.
+            stopping=make_stopping(settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions),
+        )
+    except BaseException:
+        rounds.release()
+        raise
 
 
 def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:

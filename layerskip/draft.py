@@ -22,7 +22,8 @@ class Draft:
         tokens: (batch, drafts), int64; they also stand in ``state.token_ids`` behind the committed tokens.
         num_drafted: of each row, how many of its tokens are real; the rest is padding.
         probs: (batch, drafts, vocab), the distribution each was drawn from; None: they were not drawn but chosen
-            (greedily, or copied from the text), which is a distribution of all probability on the token.
+            (greedily, or copied from the text), which is a distribution of all probability on the token, or the rule
+            does not ask.
         exact_states: (batch, drafts, hidden_size) or None: hidden states behind the leading `exact_blocks` blocks of
             the full model, for the newest token and all drafts but the last, which verification need not compute again.
         exact_blocks: number of those blocks.

@@ -122,6 +122,7 @@ class Engine:
     def decode_round(self) -> list[Commit]:
         """One round for all rows that are still decoding."""
         state, watch = self.state, Stopwatch(self.decoder.device)
+        recorded = self._recorded()
         state.round_tensor += 1
         # A draft of all the room that is left would leave no place for the token that follows it. -1: finished.
         rooms = [state.room(row) - 1 for row in range(state.batch)]
@@ -131,9 +132,10 @@ class Engine:
         draft = merged(list(drafts.values()), self.context.vocab_size) if drafts else empty_draft(state)
         watch.mark()
         if self.static is not None:
-            decided = self.static.verify(draft)
+            decided, width = self.static.verify(draft)
+            watch.mark()
         else:
-            logits = self._verify(draft)
+            logits, width = self._verify(draft), draft.tokens.shape[1] + 1
             watch.mark()
             decided = self._accept(draft, logits)
         chosen = self._chosen(draft, decided)
@@ -145,7 +147,7 @@ class Engine:
         accepted = [each.accepted if active else None for each, active in zip(chosen, was_active, strict=True)]
         self.governor.learn(decision, drafts, accepted)
         self._record(drafts, accepted, commits)
-        self._record_times(drafts, draft.tokens.shape[1] + 1, watch.laps())
+        self._record_times(drafts, width, watch.laps(), recorded)
         return commits
 
     def _draft(self, decision: Decision, watch: Stopwatch) -> dict[str, Draft]:
@@ -161,8 +163,15 @@ class Engine:
                 watch.mark()
         return drafts
 
-    def _record_times(self, drafts: Mapping[str, Draft], width: int, laps: list[float]) -> None:
+    def _recorded(self) -> int:
+        """Programs recorded so far."""
+        return 0 if self.static is None else self.static.recorder.count
+
+    def _record_times(self, drafts: Mapping[str, Draft], width: int, laps: list[float], recorded: int) -> None:
         """Count the seconds of a round: deciding, each drafter, joining their drafts, verifying, all that follows."""
+        if self._recorded() > recorded:  # what that took says nothing of rounds to come
+            self.stats.recording_s += sum(laps)
+            return
         decide_s, *draft_s = laps[: 1 + len(drafts)]
         merge_s, verify_s, *rest = laps[1 + len(drafts) :]
         host_s = decide_s + merge_s + sum(rest)
@@ -249,6 +258,7 @@ class Engine:
                     "overflows in some models), or loosen bad_words_ids, suppress_tokens or your own processors."
                 )
             state.lengths[row] += 1
+            state.texts[row].append(token_id)
             reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]], token_id)
             commits.append(Commit(row, token_id, index < chosen.accepted, reason))
             if reason is not None:

@@ -49,7 +49,7 @@ class AcceptanceRule(Protocol):
         ...
 
     def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A draft token for each position, (batch, tokens), and its distribution (None: chosen, not drawn)."""
+        """A draft token for each position, (batch, tokens), and its distribution, if acceptance asks for it."""
         ...
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
@@ -73,7 +73,7 @@ class Greedy:
         best, choices = target_scores.max(dim=-1)
         valid = best > float("-inf")  # not of NaN
         accepted = accept_by_match(draft.tokens, choices * valid, _counts(draft))
-        return Acceptance(*accepted, _leading(valid))
+        return Acceptance(*accepted, _leading_valid(valid))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Maximal:
         uniforms = uniform(self.seeds, counters[:, :-1], Purpose.ACCEPT, 1).squeeze(2)
         accepted, residual = accept_by_ratio(draft.tokens, draft.probs, target_probs, _counts(draft), uniforms)
         next_token = draw_token(residual.unsqueeze(1), self.seeds, counters[:, :1], Purpose.CORRECTION).squeeze(1)
-        return Acceptance(accepted, next_token, _leading(valid))
+        return Acceptance(accepted, next_token, _leading_valid(valid))
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ class Invariant:
     def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`; `round_index` plays no part."""
         probs, _ = distribution(scores)
-        return draw_token(probs, self.seeds, positions, Purpose.TOKEN), probs
+        return draw_token(probs, self.seeds, positions, Purpose.TOKEN), None  # acceptance does not ask for it
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`; the draft's distributions and `round_index` play no part."""
         target_probs, valid = distribution(target_scores)
         target_tokens = draw_token(target_probs, self.seeds, positions, Purpose.TOKEN)
         accepted = accept_by_match(draft.tokens, target_tokens, _counts(draft))
-        return Acceptance(*accepted, _leading(valid))
+        return Acceptance(*accepted, _leading_valid(valid))
 
 
 RULES: dict[str, type[Maximal] | type[Invariant]] = {"maximal": Maximal, "invariant": Invariant}
@@ -164,7 +164,7 @@ def _counts(draft: Draft) -> Tensor:
     return torch.tensor(draft.num_drafted, device=draft.tokens.device) if draft.counts is None else draft.counts
 
 
-def _leading(valid: Tensor) -> Tensor:
+def _leading_valid(valid: Tensor) -> Tensor:
     """Count a row's positions before the first that is not valid: (batch,)."""
     if valid.shape[1] == 1:
         return valid[:, 0].long()

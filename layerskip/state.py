@@ -23,6 +23,7 @@ class DecodeState:
     Attributes:
         token_ids: (batch, capacity), int64, on the model's device.
         lengths: committed tokens of each row, prompt included.
+        texts: the committed tokens of each row as numbers.
         lengths_tensor: the same on the device at the start of a round, (batch,), int64.
         limits: the longest each row may become.
         active: rows that are still decoding.
@@ -47,6 +48,7 @@ class DecodeState:
         for row, prompt in enumerate(prompts):
             self.token_ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
         self.lengths = [len(prompt) for prompt in prompts]
+        self.texts = [list(prompt) for prompt in prompts]
         self.limits = list(limits)
         self.active = [True] * len(prompts)
         self.round_tensor.zero_()

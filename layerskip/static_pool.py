@@ -10,7 +10,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from transformers import EtaLogitsWarper
+
 from layerskip.drafters.base import DraftContext
+from layerskip.errors import DecodingError, SettingError
+from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.recording import make_recorder
 from layerskip.request import Request
@@ -27,21 +31,37 @@ class StaticPool:
     """Static rounds that are kept while nobody uses them; one call at a time uses each."""
 
     def __init__(self, most: int = 2) -> None:
-        """`most`: how many are kept."""
+        """`most`: how many are kept.
+
+        Raises:
+            SettingError: a number that is no integer from 0.
+        """
+        if type(most) is not int or most < 0:
+            raise SettingError(f"got a pool for most={most!r} static rounds; expected an integer from 0.")
         self._most = most
         self._kept: list[tuple[Hashable, StaticRounds]] = []
         self._lock = threading.Lock()
 
-    def take(self, key: Hashable) -> StaticRounds | None:
-        """Those that were given back under `key`, if there are any."""
+    def take(self, key: Hashable, capacity: int) -> StaticRounds | None:
+        """The smallest that were given back under `key` and hold `capacity` cache slots, if there are any."""
         with self._lock:
-            found = next((index for index, (kept, _) in enumerate(self._kept) if kept == key), None)
-            return None if found is None else self._kept.pop(found)[1]
+            alike = [each for each in self._kept if each[0] == key and each[1].state.cache.capacity >= capacity]
+            if not alike:
+                return None
+            found = min(alike, key=lambda each: each[1].state.cache.capacity)
+            self._kept = [each for each in self._kept if each is not found]
+            return found[1]
 
     def give_back(self, key: Hashable, rounds: StaticRounds) -> None:
         """Keep `rounds` for a later call; the oldest that are kept make room."""
         with self._lock:
-            self._kept = [*self._kept, (key, rounds)][-self._most :]
+            kept = [*self._kept, (key, rounds)]
+            self._kept = kept[max(0, len(kept) - self._most) :]
+
+    def clear(self) -> None:
+        """Let go of all that are kept."""
+        with self._lock:
+            self._kept = []
 
 
 @dataclass(frozen=True)
@@ -71,10 +91,11 @@ def take_rounds(decoder: Decoder, request: Request, context: DraftContext, capac
         return Rounds(None, "eager" if obstacle is None else f"eager: {obstacle}")
     capacity = -(-capacity // _CAPACITIES) * _CAPACITIES
     sampling = tuple(getattr(request.settings, name) for name in _SAMPLING)
-    key = (len(request.prompts), capacity, sampling, request.acceptance_rule, request.plan)
-    static = pool.take(key)
+    own = tuple(request.caller_processors)  # by identity: what is recorded is what they computed
+    key = (len(request.prompts), sampling, own, request.acceptance_rule, request.plan)
+    static = pool.take(key, capacity)
     if static is None:
-        cache = decoder.new_cache(len(request.prompts), capacity)
+        cache = _new_cache(decoder, len(request.prompts), capacity, pool)
         state = DecodeState(request.prompts, [0] * len(request.prompts), cache, decoder.device)
         static = StaticRounds(decoder, state, context, make_recorder(decoder.device))
     else:
@@ -84,10 +105,21 @@ def take_rounds(decoder: Decoder, request: Request, context: DraftContext, capac
     return Rounds(static, "static: CUDA graphs", partial(pool.give_back, key, static))
 
 
+def _new_cache(decoder: Decoder, batch: int, capacity: int, pool: StaticPool) -> KVCache:
+    """A cache, for which idle ones make room if need be."""
+    try:
+        return decoder.new_cache(batch, capacity)
+    except DecodingError:
+        pool.clear()
+        return decoder.new_cache(batch, capacity)
+
+
 def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str | None:
     """Why rounds of fixed shapes cannot serve a call; None: they can."""
     if not context.sampler.prefix_free:
         return "a logits processor looks at the tokens before each position, and only the host can call it"
+    if any(isinstance(each, EtaLogitsWarper) for row in context.sampler.processors for each in row):
+        return "eta_cutoff asks the device for a value"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
     if decoder.is_spread:

@@ -24,12 +24,12 @@ from layerskip.state import DecodeState
 __all__ = ["StaticRounds", "tier_of"]
 
 TIERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of drafts that are recorded; others are padded to the next
-_SLOTS = 256  # cache slots that are read at least; twice, four times, … as many when the text is longer
+SLOTS = 256  # cache slots that are read at least; twice, four times, … as many when the text is longer
 
 
 def tier_of(count: int) -> int:
-    """The least recorded number of drafts that holds `count`."""
-    return next((tier for tier in TIERS if tier >= count), count)
+    """The least recorded number of drafts that holds `count`; above `TIERS` every 16th."""
+    return next((tier for tier in TIERS if tier >= count), -(-count // 16) * 16)
 
 
 class StaticRounds:
@@ -55,14 +55,15 @@ class StaticRounds:
                 unsure = (offset for offset, each in enumerate(sure) if each < self.context.confidence_threshold)
                 # Behind the first unsure token, as where drafting stops there; later ones were not looked at.
                 num_drafted[row] = min(num_drafted[row], 1 + next(unsure, count))
-        return Draft(tokens, num_drafted, probs)
+        # Of their own, because programs share their memory: verification may overwrite what drafting returned.
+        return Draft(tokens.clone(), num_drafted, probs)
 
-    def verify(self, draft: Draft) -> Tensor:
+    def verify(self, draft: Draft) -> tuple[Tensor, int]:
         """One pass of the full model over the newest token and the drafts, and what it decides.
 
         Returns:
             (batch, 3): accepted drafts, the token behind them, and the number of valid positions; the token is also
-            written behind the row's committed ones.
+            written behind the row's committed ones. And the tokens that the pass covered, padding included.
         """
         width, has_probs = draft.tokens.shape[1], draft.probs is not None
         visible = self._visible(tier_of(width))
@@ -73,7 +74,7 @@ class StaticRounds:
         newest = [length - 1 for length in self.state.lengths]
         written = self.decoder.span(newest, drafts + 1)
         self.state.cache.note(range(self.decoder.num_blocks), written, self.decoder.num_blocks)
-        return decided
+        return decided, drafts + 1
 
     def _verify(self, draft: Draft, visible: int) -> Tensor:
         decoder, state, context = self.decoder, self.state, self.context
@@ -118,7 +119,7 @@ class StaticRounds:
 
     def _visible(self, drafts: int) -> int:
         """Cache slots to read: enough for the longest row, in steps that double."""
-        visible = _SLOTS
+        visible = SLOTS
         while visible < max(self.state.lengths) + drafts:
             visible *= 2
         return min(visible, self.state.cache.capacity)

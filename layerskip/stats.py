@@ -30,7 +30,9 @@ class DecodeStats:
             "none" where there were none.
         prefill_s: the prompt's pass, up to the first new token (that of the draft model included).
         draft_s, verify_s: inside the drafter, and in the full model's passes.
-        host_s: everything else of the rounds: distributions of the target, acceptance, stopping.
+        host_s: everything else of the rounds: distributions of the target, acceptance, stopping. (In static rounds
+            acceptance is part of the recorded verification, and of `verify_s`.)
+        recording_s: whole rounds in which programs were recorded; no other time holds them.
         execution: how rounds were run: "eager", or "static: …" with what recorded them.
         costs: the governor's last estimates of what a draft and a verification pass cost; empty without one.
     """
@@ -51,6 +53,7 @@ class DecodeStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
+    recording_s: float = 0.0
     execution: str = "eager"
     costs: dict[str, Any] = field(default_factory=dict)
 
@@ -105,7 +108,7 @@ class DecodeStats:
     @property
     def decode_s(self) -> float:
         """Seconds of all rounds."""
-        return self.draft_s + self.verify_s + self.host_s
+        return self.draft_s + self.verify_s + self.host_s + self.recording_s
 
     @property
     def total_s(self) -> float:

@@ -205,14 +205,14 @@ class Decoder:
 
         The newest few are kept, so that a plan that is used again costs nothing.
         """
-        head = self._partial_heads.get(vocabulary)
+        head = self._partial_heads.pop(vocabulary, None)
         if head is None:
             full, ids = self.full_head.linears, torch.tensor(vocabulary, device=self._head_device)
             can_be_read = full.is_plain
             head = Head(full.rows(ids) if can_be_read else full, ids.to(self.device), is_cut=not can_be_read)
             for oldest in list(self._partial_heads)[: 1 - _KEPT_HEADS]:
                 self._partial_heads.pop(oldest, None)
-            self._partial_heads[vocabulary] = head
+        self._partial_heads[vocabulary] = head  # as the newest
         return head
 
     def logits(self, hidden: Tensor, head: Head | None = None) -> Tensor:

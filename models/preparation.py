@@ -55,13 +55,16 @@ def prepare_linears(
         SettingError: `pack` is true and it cannot be done.
     """
     began = time.perf_counter()
-    obstacle, counts = None, {"packed": 0, "fused": 0, "as_they_were": 0}
+    plain = [group for group in groups if group.is_plain]
+    obstacles = [packing_obstacle(*_kind(group)) for group in plain] if pack is not False else []
+    obstacle = next((each for each in obstacles if each is not None), None)
+    if pack and (obstacle is not None or not plain):
+        reason = obstacle or "no linear is an ordinary one that nobody watches"
+        raise SettingError(f"got pack=True, but {reason}. Leave pack out to pack only where it can be done.")
+    can_pack = {id(group) for group, each in zip(plain, obstacles, strict=False) if each is None}
+    counts = {"packed": 0, "fused": 0, "as_they_were": 0}
     for group in groups:
-        found = packing_obstacle(*_kind(group)) if group.is_plain and pack is not False else None
-        obstacle = obstacle or found
-        if found is not None and pack:
-            raise SettingError(f"got pack=True, but {found}. Leave pack out to pack only where it can be done.")
-        if group.is_plain and pack is not False and found is None:
+        if id(group) in can_pack:
             group.pack(release=in_place and group not in shared)
             counts["packed"] += 1
         elif group.is_plain and len(group.modules) > 1:
@@ -69,8 +72,6 @@ def prepare_linears(
             counts["fused"] += 1
         else:
             counts["as_they_were"] += 1
-    if pack and not counts["packed"]:
-        raise SettingError("got pack=True, but no linear is an ordinary one that nobody watches. Leave pack out.")
     ours = [group for group in groups if group.is_plain and (in_place or group.copied_bytes)]
     regions = [region for group in ours for region in group.regions()] if huge_pages else []
     return Preparation(

@@ -52,6 +52,9 @@ class Rotary:
         self._scaling = float(module.attention_scaling)
         self._dtype = dtype
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        # Recorded programs read the tables that they were recorded with. All together, doubling, take no more than the
+        # largest takes twice.
+        self._outgrown: list[tuple[Tensor, Tensor]] = []
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines on `device` for at least the positions ``0 … length - 1``: each (length, head_dim).
@@ -62,6 +65,8 @@ class Rotary:
         if tables is None or len(tables[0]) < length:
             # Doubling: a growing conversation recomputes its tables a logarithmic number of times. Rebinding one
             # tuple is atomic, so threads that decode on the same model at the same time see old or new, never half.
+            if tables is not None:
+                self._outgrown.append(tables)
             tables = self._tables[device] = self._compute(max(length, 2 * (len(tables[0]) if tables else 128)), device)
         return tables
 

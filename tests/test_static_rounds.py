@@ -4,14 +4,16 @@ In float64 on the CPU, where every program is run as it is. `tests/test_cuda.py`
 """
 
 import threading
+import weakref
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 import layerskip
 from layerskip import DraftPlan, SettingError, static_rounds
 from layerskip.recording import Direct
+from layerskip.static_pool import StaticPool
 from layerskip.static_rounds import TIERS, tier_of
 from tests.special_models import agreeing_model
 from tests.tiny_models import FAMILY_NAMES, prompt, tiny_model, transformers_greedy
@@ -66,7 +68,7 @@ def test_every_number_of_drafts(tokens):
 
 
 def test_the_least_tier_that_holds_a_number():
-    assert [tier_of(count) for count in (0, 1, 5, 9, 17, 40)] == [0, 1, 6, 12, 24, 40]
+    assert [tier_of(count) for count in (0, 1, 5, 9, 17, 40)] == [0, 1, 6, 12, 24, 48]
     assert all(tier_of(tier) == tier for tier in TIERS)
 
 
@@ -83,7 +85,7 @@ def test_a_draft_is_cut_behind_an_unsure_token(threshold):
 
 def test_more_cache_slots_are_read_as_the_text_grows(monkeypatch):
     """Catches a bucket that does not show the newest positions."""
-    monkeypatch.setattr(static_rounds, "_SLOTS", 16)
+    monkeypatch.setattr(static_rounds, "SLOTS", 16)
     model = layerskip.wrap(tiny_model("mistral-window"))
     call = {**GREEDY, "max_new_tokens": 100}
     result = model.generate(prompt(), **off(DraftPlan.exit(2)), **call, cuda_graphs=True)
@@ -208,6 +210,7 @@ class Shift(LogitsProcessor):
         ({"repetition_penalty": 1.3}, "looks at the tokens before"),
         ({"logits_processor": LogitsProcessorList([Shift()])}, "looks at the tokens before"),
         ({"pass_width": 8}, "pass_width"),
+        ({"do_sample": True, "eta_cutoff": 0.001, "seed": 1}, "eta_cutoff"),
     ],
 )
 def test_what_cannot_be_recorded_is_run_pass_by_pass_with_the_reason(settings, reason):
@@ -236,3 +239,98 @@ def test_the_last_rounds_of_an_answer_record_nothing(monkeypatch):
     plan = DraftPlan.exit(3, num_draft_tokens=6)
     model.generate(prompt(), **off(plan), **{**GREEDY, "max_new_tokens": 60}, cuda_graphs=True)
     assert {key[2] for key in recorder.keys if key[0] == "draft"} == {6}
+
+
+class Frozen(Direct):
+    """Runs the program that it first met under a key, as a recording would: what later calls bring is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__("frozen")
+        self.programs: dict[object, object] = {}
+
+    def __call__(self, key, program):
+        return self.programs.setdefault(key, program)()
+
+
+class TestWhatWasRecorded:
+    """A graph knows addresses, not objects: a call must not be served by recordings that read another one's."""
+
+    @pytest.fixture(autouse=True)
+    def frozen(self, monkeypatch):
+        monkeypatch.setattr("layerskip.static_pool.make_recorder", lambda device: Frozen())
+
+    def both(self, model, before, call, length=9):
+        """The same call twice, static after the calls `before`, and pass by pass."""
+        for each in before:
+            model.generate(prompt(), **{**call, **each}, cuda_graphs=True)
+        static, eager = (model.generate(prompt(length), **call, cuda_graphs=each) for each in (True, False))
+        assert torch.equal(static.sequences, eager.sequences)
+
+    @every_plan
+    def test_other_seeds_and_lengths(self, plan):
+        model = layerskip.wrap(agreeing_model("llama"))
+        self.both(model, [{"seed": 8}, {"seed": 9}], {**SAMPLED, **off(plan)}, length=14)
+
+    def test_processors_of_an_earlier_call(self):
+        cold = LogitsProcessorList([TemperatureLogitsWarper(0.05)])
+        self.both(
+            layerskip.wrap(agreeing_model("llama")), [{"logits_processor": cold}], {**SAMPLED, **off(PLANS["exit"])}
+        )
+
+    def test_rotary_tables_that_have_grown(self):
+        model = layerskip.wrap(tiny_model("llama"))
+        model.generate(prompt(4), **GREEDY, cuda_graphs=True)
+        first = model.decoder._rotary.tables(1, model.decoder.device)
+        kept = weakref.ref(first[0])
+        model.decoder._rotary.tables(10 * len(first[0]), model.decoder.device)
+        del first
+        assert kept() is not None
+        self.both(model, [], {**GREEDY, **off(None)})
+
+    def test_draft_vocabularies_in_turn(self):
+        """More of them than partial heads are kept."""
+        model = layerskip.wrap(agreeing_model("llama"))
+        plans = [DraftPlan.exit(2, draft_vocabulary=range(first, 61, 2)) for first in range(8)]
+        for plan in (plans[0], *plans, plans[0]):
+            self.both(model, [], {**SAMPLED, **off(plan)})
+
+    def test_weights_that_were_prepared_since(self):
+        model = layerskip.wrap(agreeing_model("llama"))
+        call = {**SAMPLED, **off(PLANS["exit"])}
+        self.both(model, [{}], call)
+        model.prepare()
+        assert not model.static_pool._kept
+        self.both(model, [{}], call)
+
+    def test_a_longer_call_before_a_shorter_one(self):
+        model = layerskip.wrap(agreeing_model("llama"))
+        self.both(model, [{"max_new_tokens": 120}], {**GREEDY, **off(PLANS["combined"])})
+        assert len(model.static_pool._kept) == 1
+
+
+def test_a_pool_keeps_as_many_as_it_is_told():
+    for most in (0, 1, 3):
+        pool = StaticPool(most)
+        for key in range(5):
+            pool.give_back(key, None)
+        assert [key for key, _ in pool._kept] == list(range(5 - most, 5))
+    for bad in (-1, 1.5, True):
+        with pytest.raises(SettingError, match="expected an integer from 0"):
+            StaticPool(bad)
+
+
+def test_rounds_that_record_are_not_taken_for_costs(monkeypatch):
+    """A recording takes tens of rounds; a governor that counted it would not draft again."""
+
+    class Recording(Direct):
+        count = 0
+
+        def __call__(self, key, program):
+            Recording.count += 1
+            return super().__call__(key, program)
+
+    monkeypatch.setattr("layerskip.static_pool.make_recorder", lambda device: Recording("counting"))
+    model = layerskip.wrap(agreeing_model("llama"))
+    stats = model.generate(prompt(), plan=PLANS["exit"], **GREEDY, cuda_graphs=True).stats
+    assert stats.recording_s > 0 and stats.draft_s == stats.verify_s == 0
+    assert stats.costs["plain_step_s"] is None

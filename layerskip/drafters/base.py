@@ -2,7 +2,7 @@
 
 A drafter proposes tokens and the distributions it drew them from, and is told what was committed. Verification,
 acceptance, stopping and statistics exist once, in the engine, and know nothing of how a draft was made; how long it may
-become is the governor's business. A new method is one file in this folder and one line in `drafters/__init__.py`.
+become is the governor's business. To add one: CONTRIBUTING.md, "Add a drafter".
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from layerskip.state import DecodeState
 
 __all__ = ["DraftContext", "Drafter", "GoesOn", "Recordable", "draft_chain", "draft_steps"]
 
-GoesOn = Callable[[int, Sequence[float]], Sequence[bool]]
-"""Told a draft's offset and each row's confidence in it, says which rows are to draft another token behind it."""
+GoesOn = Callable[[int, Sequence[float | None]], Sequence[bool]]
+"""Told a draft's offset and each row's confidence in it (None where the row had stopped before), says which rows are to
+draft another token behind it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def draft_chain(
         sureness = (
             _confidence(logits, token, vocabulary).flatten().tolist() if needs_confidence else [1.0] * state.batch
         )
-        wanted = goes_on(offset, sureness) if goes_on is not None else live
+        told = [sure if alive else None for sure, alive in zip(sureness, live, strict=True)]
+        wanted = goes_on(offset, told) if goes_on is not None else live
         for row, (token_id, sure) in enumerate(zip(token.flatten().tolist(), sureness, strict=True)):
             if live[row]:
                 num_drafted[row] += 1

@@ -48,9 +48,9 @@ class LookupDrafter:
         counts = [len(draft) for draft in drafts]
         tokens = torch.tensor([draft + [0] * (max(counts) - len(draft)) for draft in drafts], dtype=torch.int64)
         tokens = tokens.view(state.batch, -1).to(state.token_ids.device)
-        for row, (length, count) in enumerate(zip(state.lengths, counts, strict=True)):
-            if count:
-                state.token_ids[row, length : length + count] = tokens[row, :count]
+        places = [(row, offset) for row, count in enumerate(counts) for offset in range(count)]
+        rows, offsets = torch.tensor(places, dtype=torch.int64).view(-1, 2).to(tokens.device).unbind(dim=1)
+        state.token_ids[rows, state.lengths_tensor[rows] + offsets] = tokens[rows, offsets]
         return Draft(tokens, counts)
 
     def observe(self, state: DecodeState) -> None:
@@ -58,9 +58,8 @@ class LookupDrafter:
         self._read(state)
 
     def _read(self, state: DecodeState) -> None:
-        for row, text in enumerate(self._texts):
-            if len(text) < state.lengths[row]:
-                text.extend(state.token_ids[row, len(text) : state.lengths[row]].tolist())
+        for own, text in zip(self._texts, state.texts, strict=True):
+            own.extend(text[len(own) :])
 
     def _draft(self, text: SuffixAutomaton, limit: int) -> list[int]:
         """At most `limit` tokens, none behind an end of text."""

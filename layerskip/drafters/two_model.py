@@ -67,8 +67,11 @@ class ModelDrafter:
 
         Rows that lag less than others are fed tokens beyond their end: void, and overwritten before they are read.
         """
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        # A row near the end of the cache begins earlier, with tokens that it holds already, if others lag far behind.
+        starts = [max(0, min(start, self.cache.capacity - width)) for start in starts]
         counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        span = self.decoder.span(starts, max(counts))
+        span = self.decoder.span(starts, width)
         positions = span.positions.clamp(max=state.token_ids.shape[1] - 1)
         # An id that this model lacks (padding of a larger vocabulary) may still be the target's choice.
         token_ids = state.token_ids.gather(1, positions).clamp(max=self.decoder.vocab_size - 1)

@@ -64,7 +64,7 @@ class Governor(Protocol):
     """Decides before each round, and learns after it."""
 
     def decide(self, rooms: Sequence[int], grades: Grades) -> Decision:
-        """`rooms`: most drafts that each row has room for, 0 for a finished one."""
+        """`rooms`: most drafts that each row has room for; below 0: it is finished."""
         ...
 
     def goes_on(self, source: str, decision: Decision) -> GoesOn | None:
@@ -144,13 +144,12 @@ class WorthIt:
         limits, grades, records = decision.limits[source], decision.grades[source], self._records[source]
         reach = [float(limit > 0) for limit in limits]
 
-        def goes_on(offset: int, confidences: Sequence[float]) -> list[bool]:
+        def goes_on(offset: int, confidences: Sequence[float | None]) -> list[bool]:
             chances = []
             for row, confidence in enumerate(confidences):
-                if limits[row] <= offset + 1:
-                    reach[row] = 0.0
                 grade = grades[row] or 0
-                reach[row] *= records[row].expected_of(grade, offset, confidence)
+                is_live = confidence is not None and limits[row] > offset + 1
+                reach[row] *= records[row].expected_of(grade, offset, confidence) if is_live and confidence else 0.0
                 chances.append(reach[row] * records[row].expected(grade, offset + 1))
             # Another step costs the same for one row as for all.
             price = self.costs.draft(source) + self.costs.verify(offset + 3) - self.costs.verify(offset + 2)
