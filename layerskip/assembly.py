@@ -54,6 +54,8 @@ class PlannedDrafter:
     priors: Sequence[float] = Source.priors
 
 
+@torch.inference_mode(False)  # what is made here may outlive a caller's inference mode
+@torch.no_grad()
 def build_engine(
     decoder: Decoder,
     request: Request,
@@ -104,6 +106,7 @@ def build_engine(
             pass_width=request.pass_width,
             static=rounds.static,
             release=rounds.release,
+            mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
             stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
             # Last: with it the clock of max_time begins to run.
             stopping=make_stopping(settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions),
@@ -111,6 +114,11 @@ def build_engine(
     except BaseException:
         rounds.release()
         raise
+
+
+def _has_guests(decoder: Decoder, request: Request) -> bool:
+    """Whether code of the caller's takes part: processors, criteria, hooks."""
+    return bool(request.caller_processors or request.caller_criteria or decoder.is_watched)
 
 
 def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:

@@ -13,8 +13,9 @@ where a model came from; it changes nothing but its own `DecodeState`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +74,8 @@ class Engine:
             (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
         static: runs rounds as recorded programs; None: pass by pass.
         release: called when decoding has ended, however it did.
+        mode: without gradients. Where somebody else's code takes part it is `torch.no_grad`: tensors of inference mode,
+            7 % faster on a CPU, must not be kept, written to later, or used for gradients.
     """
 
     decoder: Decoder
@@ -84,6 +87,7 @@ class Engine:
     pass_width: int | None = None
     static: StaticRounds | None = None
     release: Callable[[], None] = lambda: None
+    mode: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
     stats: DecodeStats = field(default_factory=DecodeStats)
 
     def __iter__(self) -> Iterator[Commit]:
@@ -95,13 +99,21 @@ class Engine:
         finally:
             self.release()
 
-    @torch.inference_mode()
     def read_prompts(self) -> list[Commit]:
         """Run the prompts through the full model; each row's first token comes out of it.
 
         The prompt is never read by the draft path alone: drafting on a cache that was itself made by skipping is
         accepted about one time in a hundred.
         """
+        with self.mode():
+            return self._read_prompts()
+
+    def decode_round(self) -> list[Commit]:
+        """One round for all rows that are still decoding."""
+        with self.mode():
+            return self._decode_round()
+
+    def _read_prompts(self) -> list[Commit]:
         state, watch = self.state, Stopwatch(self.decoder.device)
         for drafter in self.drafters.values():
             drafter.begin(state)
@@ -118,9 +130,7 @@ class Engine:
         self.stats.prefill_s += sum(watch.laps())
         return commits
 
-    @torch.inference_mode()
-    def decode_round(self) -> list[Commit]:
-        """One round for all rows that are still decoding."""
+    def _decode_round(self) -> list[Commit]:
         state, watch = self.state, Stopwatch(self.decoder.device)
         recorded = self._recorded()
         state.round_tensor += 1

@@ -285,6 +285,8 @@ def _at_least(least: int, name: str, value: Any, expected: str) -> int:
 
 def _vocabulary(ids: Any) -> tuple[int, ...]:
     expected = "token ids from 0, at least one"
+    if isinstance(ids, (str, bytes, Mapping)):
+        raise _refused("draft_vocabulary", ids, expected)
     try:
         listed = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
         vocabulary = sorted({_at_least(0, "draft_vocabulary", each, expected) for each in listed})

@@ -268,7 +268,7 @@ def _check_pass_width(pass_width: Any, plan: DraftPlan | None, max_positions: in
 
 
 def _check_governor(governor: Any, cost_ratios: Any, plan: DraftPlan | None) -> None:
-    if governor is not None and governor not in GOVERNORS:
+    if governor is not None and not (isinstance(governor, str) and governor in GOVERNORS):
         raise SettingError(
             f"got governor={governor!r}; expected one of {', '.join(map(repr, GOVERNORS))}."
             f"{did_you_mean(str(governor), GOVERNORS)}"

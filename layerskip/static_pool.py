@@ -92,7 +92,8 @@ def take_rounds(decoder: Decoder, request: Request, context: DraftContext, capac
     capacity = -(-capacity // _CAPACITIES) * _CAPACITIES
     sampling = tuple(getattr(request.settings, name) for name in _SAMPLING)
     own = tuple(request.caller_processors)  # by identity: what is recorded is what they computed
-    key = (len(request.prompts), sampling, own, request.acceptance_rule, request.plan)
+    plan = None if request.plan is None else replace(request.plan, provenance={}, target=None)
+    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan)
     static = pool.take(key, capacity)
     if static is None:
         cache = _new_cache(decoder, len(request.prompts), capacity, pool)

@@ -106,9 +106,12 @@ class StaticRounds:
         batch, width = draft.tokens.shape
         key = (count, draft.probs is not None)
         if key not in self._inputs:
-            new = draft.tokens.new_zeros
-            probs = None if draft.probs is None else draft.probs.new_zeros(batch, count, self.context.vocab_size)
-            self._inputs[key] = Draft(new((batch, count)), [], probs, counts=new(batch))
+            with torch.inference_mode(False):  # a later call may not be in inference mode
+                new, probs = self.state.token_ids.new_zeros, None
+                if draft.probs is not None:
+                    shape = (batch, count, self.context.vocab_size)
+                    probs = torch.zeros(shape, dtype=draft.probs.dtype, device=draft.probs.device)
+                self._inputs[key] = Draft(new((batch, count)), [], probs, counts=new(batch))
         inputs = self._inputs[key]
         inputs.tokens[:, :width].copy_(draft.tokens)
         if inputs.counts is not None:

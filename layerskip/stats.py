@@ -6,6 +6,7 @@ The names are those under which the field's papers mean different things; the de
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -81,7 +82,7 @@ class DecodeStats:
         for part in parts:
             for name, value in vars(part).items():
                 own = getattr(total, name)
-                setattr(total, name, value or own if name in ("execution", "costs") else _sum(own, value))
+                setattr(total, name, copy(value or own) if name in ("execution", "costs") else _sum(own, value))
         return total
 
     @property

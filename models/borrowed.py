@@ -43,6 +43,11 @@ class BorrowedModules:
         self._taken[name] = (module, is_intercepted(module))
         return module
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody expects to see a call of what was taken (`is_intercepted`)."""
+        return any(intercepted for _, intercepted in self._taken.values())
+
     def within(self, name: str) -> Callable[[str], nn.Module]:
         """Return what takes the modules inside the one called `name`."""
         return lambda inner: self.take(f"{name}.{inner}")

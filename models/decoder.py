@@ -8,7 +8,7 @@ Shapes: token ids (batch, tokens); hidden states (batch, tokens, hidden_size); l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class Decoder:
     Attributes:
         full_path: all blocks, whole.
         full_head: the model's own.
+        is_watched: some of its modules have hooks.
         is_spread: its blocks lie on several devices.
         preparation: what `prepare` has done so far.
     """
@@ -93,9 +94,10 @@ class Decoder:
         self._rotary = Rotary(take(family.rotary), self.dtype)
         self._is_tied = getattr(head, "weight", head) is self.embedding.weight
         self._linears = [self.full_head.linears, *(group for block in self.blocks for group in block.linears)]
-        self._partial_heads: dict[tuple[int, ...], Head] = {}
+        self._partial_heads: dict[Hashable, Head] = {}
         self.preparation = Preparation()
         self._modules.refuse_bypassed()
+        self.is_watched = self._modules.is_watched
 
     def refuse_changes(self) -> None:
         """Make sure that the model still consists of the modules that were read; cheap, for the start of a call.
@@ -112,6 +114,8 @@ class Decoder:
         for each in (self.final_norm, *(each for block in self.blocks for each in block.norms)):
             refresh(each)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def prepare(self, *, pack: bool | None = None, in_place: bool = False, huge_pages: bool = True) -> Preparation:
         """Make the linears faster; arguments and errors as in `prepare_linears`. Not while something is decoding."""
         self.refuse_changes()
@@ -133,6 +137,8 @@ class Decoder:
             )
         return self.preparation
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def restore_weights(self) -> None:
         """Give the model's modules back the weights that `prepare` released, for those who use the model itself."""
         for group in self._linears:
@@ -200,19 +206,23 @@ class Decoder:
         cache.note(written, span, self.num_blocks if exact_blocks is None else exact_blocks)
         return hidden
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def partial_head(self, vocabulary: tuple[int, ...]) -> Head:
         """A head that scores only the ids in `vocabulary` (ascending), with a copy of their rows of the matrix.
 
         The newest few are kept, so that a plan that is used again costs nothing.
         """
-        head = self._partial_heads.pop(vocabulary, None)
+        full = self.full_head.linears
+        key = (vocabulary, *full.state())  # weights that are shared may be written to
+        head = self._partial_heads.pop(key, None)
         if head is None:
-            full, ids = self.full_head.linears, torch.tensor(vocabulary, device=self._head_device)
+            ids = torch.tensor(vocabulary, device=self._head_device)
             can_be_read = full.is_plain
             head = Head(full.rows(ids) if can_be_read else full, ids.to(self.device), is_cut=not can_be_read)
             for oldest in list(self._partial_heads)[: 1 - _KEPT_HEADS]:
                 self._partial_heads.pop(oldest, None)
-        self._partial_heads[vocabulary] = head  # as the newest
+        self._partial_heads[key] = head  # as the newest
         return head
 
     def logits(self, hidden: Tensor, head: Head | None = None) -> Tensor:

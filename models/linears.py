@@ -141,6 +141,10 @@ class Linears:
         replaced = any(ours is not theirs for ours, theirs in zip(self._read, now, strict=True))
         return replaced or self._versions != _versions(self._copied)
 
+    def state(self) -> list[tuple[int, int]]:
+        """Of the parameters that are read directly: where each lies, and how often it was written to."""
+        return _versions([each for each in self._read if each is not None])
+
     def _remember(self, *copies: Tensor) -> None:
         """Keep what the parameters were when they were read, or copied: weights into `copies`, biases if joined."""
         self.copied_bytes = sum(weight.numel() * weight.element_size() for weight in copies)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,38 +26,40 @@ def norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
         return module
     if is_intercepted(module) or weight.dtype.itemsize > 2 or weight.is_meta:
         return module
-    if weight.device.type == "cpu":
-        fast: Callable[[Tensor], Tensor] = _RMSNorm(weight, eps)
-    else:
-        fast = partial(F.rms_norm, normalized_shape=(len(weight),), weight=weight, eps=eps)
+    fast = _RMSNorm(module, eps)
     return fast if _agree(module, fast, weight) else module
 
 
 def refresh(normalise: Callable[[Tensor], Tensor]) -> None:
-    """Take up what was written to the weight of what `norm` returned; modules read theirs at every call."""
+    """Take up what was put into the weight of what `norm` returned; modules read theirs at every call."""
     if isinstance(normalise, _RMSNorm):
         normalise.refresh()
 
 
 class _RMSNorm:
-    """RMS norm as the layer norm of (x, -x), whose mean is 0 and whose variance is the mean square of x.
+    """RMS norm; on the CPU as the layer norm of (x, -x), whose mean is 0 and whose variance is the mean square of x.
 
     torch's own `rms_norm`, one kernel on a GPU, runs nine on the CPU, this two: at one token a pass each costs more to
     call than to compute (together 7 % of a plain step of SmolLM2).
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._own, self._eps, self._shape = weight, eps, (2, len(weight))
-        self._signs = weight.new_tensor([[1.0], [-1.0]])
+    def __init__(self, module: Any, eps: float) -> None:
+        self._module, self._eps, self._shape = module, eps, tuple(module.weight.shape)
+        self._signs = module.weight.new_tensor([[1.0], [-1.0]]) if module.weight.device.type == "cpu" else None
         self.refresh()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Take up what has been written to the model's weight."""
-        self._weight = torch.stack((self._own, self._own)).detach()
+        """Read the module's weight again."""
+        weight = self._module.weight.detach()
+        self._weight = weight if self._signs is None else torch.stack((weight, weight))
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self._signs is None:
+            return F.rms_norm(hidden, self._shape, self._weight, self._eps)
         mirrored = hidden.unsqueeze(-2) * self._signs
-        return torch.layer_norm(mirrored, self._shape, self._weight, None, self._eps, False).select(-2, 0)
+        return torch.layer_norm(mirrored, (2, *self._shape), self._weight, None, self._eps, False).select(-2, 0)
 
 
 @torch.no_grad()

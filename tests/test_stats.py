@@ -127,6 +127,7 @@ def test_dictionary_is_all_counts_times_and_rates_for_json(stats):
         "prefill_s": 0.5,
         "draft_s": 1.0,
         "verify_s": 2.0,
+        "recording_s": 0.0,
         "host_s": 0.25,
         "tokens_per_round": 2.0,
         "acceptance_rate": 6 / 11,

@@ -191,10 +191,13 @@ def add_decoding_options(parser: Any) -> None:
 
 def decoding_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `Model.generate` and `Model.stream`, the plan and the seed aside."""
+    from layerskip.errors import SettingError
     from layerskip.governor.costs import CostRatios
 
     named = {"draft": options.draft_cost, "verify_slope": options.verify_slope}
     ratios = {name: value for name, value in named.items() if value is not None}
+    if ratios and options.governor != "fixed":
+        raise SettingError("got --draft-cost or --verify-slope, which only --governor fixed uses; pass that too.")
     own = given(options, (*SETTINGS, "acceptance_rule", "governor", "pass_width"))
     return own | ({"cost_ratios": CostRatios(**ratios)} if ratios else {})
 
