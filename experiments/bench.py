@@ -219,6 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LayerSkipError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written; --prompts-per-category and --arms make it shorter.", file=sys.stderr)
+        return 130
     return 0
 
 

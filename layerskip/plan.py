@@ -92,8 +92,8 @@ class DraftPlan:
         has_path = self.skip_attention or self.skip_mlp or self.exit_layer is not None
         if self.num_draft_tokens == 0 and (has_path or self.draft_model is not None or self.draft_vocabulary):
             raise PlanError(
-                "got a plan with num_draft_tokens=0 that says how to draft; expected 1 or more draft tokens, or "
-                "none of skip_attention, skip_mlp, exit_layer, draft_model and draft_vocabulary."
+                "got a plan with num_draft_tokens=0, which only looks tokens up, that says how a model drafts; "
+                "expected 1 or more, or none of skip_attention, skip_mlp, exit_layer, draft_model, draft_vocabulary."
             )
         if self.num_draft_tokens == 0 and self.confidence_threshold > 0:
             raise PlanError(

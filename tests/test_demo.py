@@ -83,7 +83,7 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     assert main(["demo", "--threads", "1", "--max-new-tokens", "5", "--", "--why"]) == 0
     out = capsys.readouterr().out
     assert "prompt: --why\n" in out
-    assert "bfloat16 on cpu, 1 threads" in out
+    assert "bfloat16 on cpu, 1 thread(s)" in out
 
 
 @pytest.mark.smollm2

@@ -54,7 +54,7 @@ class TestLookup:
     ])  # fmt: skip
     def test_alone_with_another_way_to_draft(self, options):
         """It would say how a path drafts that drafts nothing."""
-        with pytest.raises(PlanError, match="num_draft_tokens=0 that says how to draft"):
+        with pytest.raises(PlanError, match="num_draft_tokens=0, which only looks tokens up"):
             DraftPlan.lookup(3, **options)
 
     @pytest.mark.parametrize("field", ["num_draft_tokens", "lookup_tokens"])

@@ -31,6 +31,11 @@ def test_blocks_are_found():
     assert len(commands("layerskip")) == 4
 
 
+def test_no_figure_is_left_open():
+    """Placeholders that a measurement was to fill in."""
+    assert not re.findall(r"@[A-Z_]+@", README)
+
+
 @pytest.mark.parametrize("command", commands("make"))
 def test_make_targets_exist(command):
     done = subprocess.run(

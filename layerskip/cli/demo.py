@@ -42,7 +42,7 @@ def run_demo(model: Model, plan: DraftPlan, prompt: str, *, max_new_tokens: int,
 
     name = Path(model.name).name
     dtype = str(model.decoder.dtype).removeprefix("torch.")
-    console.print(f"{name}, {dtype} on {model.decoder.device}, {torch.get_num_threads()} threads")
+    console.print(f"{name}, {dtype} on {model.decoder.device}, {torch.get_num_threads()} thread(s)")
     console.print(f"prompt: {prompt}\n", soft_wrap=True)
     console.print("── plain: one pass of the model for each token")
     plain = _show(model, messages, call)
@@ -137,8 +137,8 @@ def _verdict(speeds: dict[str, float], acceptance: float, cost: float) -> str:
     lines.append(
         "Untrained drafts on a model this small do not pay: this one reads "
         f"{cost:.0%} of what a plain step reads, so it would gain only if more than {cost:.0%} of its drafts were "
-        f"accepted, and {acceptance:.0%} were. The governor, on by default, notices; "
-        "it then drafts only what can be looked up in the text."
+        f"accepted, and {acceptance:.0%} were. The governor, on by default, notices, and "
+        "drafts what can be looked up in the text instead, if anything."
     )
     return "\n".join(lines)
 

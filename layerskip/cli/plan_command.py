@@ -19,6 +19,7 @@ from layerskip.cli.options import (
 )
 from layerskip.cli.parser import positive
 from layerskip.cli.records import read_texts
+from layerskip.cli.terminal import note
 from layerskip.errors import InputError, PlanMismatchError, SettingError
 
 if TYPE_CHECKING:
@@ -190,4 +191,11 @@ def _draft_vocabulary(model: Model, options: argparse.Namespace) -> tuple[int, .
     if model.tokenizer is None:
         raise InputError("got a model without tokenizer, which cannot count the tokens of a text.")
     texts = read_texts(options.calibration)
-    return vocabulary_of_texts(texts, model.tokenizer, options.draft_vocabulary, model.decoder.vocab_size)
+    chosen = vocabulary_of_texts(texts, model.tokenizer, options.draft_vocabulary, model.decoder.vocab_size)
+    used = {token for text in texts for token in model.tokenizer(text, add_special_tokens=False)["input_ids"]}
+    if len(used) < len(chosen):
+        note(
+            f"the texts use {len(used):,} token ids; the lowest ids, which a byte-pair tokenizer gives to what is "
+            f"frequent, fill up to {len(chosen):,}. More text would choose better."
+        )
+    return chosen
