@@ -71,6 +71,7 @@ def test_a_draft_that_ends_on_another_device_than_it_began(first_on_second_devic
     """Each pass runs in two parts; both must use the masks and tables of the device that their blocks are on."""
     model = layerskip.wrap(tiny_model("mistral-window"))
     second, seen = torch.device("cpu", 1), []
+    monkeypatch.setattr(model.decoder, "is_spread", True)
     for block in model.decoder.blocks[first_on_second_device:]:
         monkeypatch.setattr(block, "device", second)
     for block in model.decoder.blocks:
