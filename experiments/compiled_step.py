@@ -11,9 +11,7 @@ The last line is one JSON document, which is also appended to the results file.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,7 @@ import layerskip
 from experiments.conditions import conditions
 from experiments.measuring import interleaved
 from experiments.report import append
-from experiments.step_profile import CONTEXT, our_step, prepared
-from layerskip.cli.parser import positive
+from experiments.step_profile import CONTEXT, our_step, prepared, step_options
 
 __all__ = ["main"]
 
@@ -74,7 +71,7 @@ class WholeStep:
 @torch.no_grad()
 def main() -> None:
     """Compile, time in turn, print and append."""
-    options = _options()
+    options = step_options(__doc__, "compiled_step")
     torch.set_num_threads(options.threads)
     plain, packed = prepared(options.model, options.dtype), prepared(options.model, options.dtype, huge_pages=True)
     decoder = plain.decoder
@@ -108,16 +105,6 @@ def main() -> None:
         "compiling_s": compiling_s,
     }
     append(options.results, document)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="checkpoint folder or hub id, a Llama")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument("--repeats", type=positive, default=40)
-    parser.add_argument("--results", type=Path, default=Path("experiments/results/compiled_step.jsonl"))
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from experiments.measuring import interleaved
 from experiments.report import append
 from layerskip.cli.parser import positive
 
-__all__ = ["main"]
+__all__ = ["main", "our_step", "prepared", "step_options"]
 
 CONTEXT = 200
 PROFILED_STEPS = 20
@@ -88,7 +88,7 @@ def operators(step: Step) -> list[dict[str, Any]]:
 @torch.inference_mode()
 def main() -> None:
     """Time the steps in turn, profile each, print and append."""
-    options = _options()
+    options = step_options(__doc__, "step_profile")
     torch.set_num_threads(options.threads)
     plain = prepared(options.model, options.dtype)
     ours = {
@@ -118,13 +118,14 @@ def main() -> None:
     append(options.results, document)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def step_options(docstring: str | None, experiment: str) -> argparse.Namespace:
+    """The command line of a program that times single steps of one checkpoint."""
+    parser = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--repeats", type=positive, default=40)
-    parser.add_argument("--results", type=Path, default=Path("experiments/results/step_profile.jsonl"))
+    parser.add_argument("--results", type=Path, default=Path(f"experiments/results/{experiment}.jsonl"))
     return parser.parse_args()
 
 

@@ -10,6 +10,7 @@ Shapes: inputs (…, in_features), outputs (…, out_features).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeGuard
@@ -158,11 +159,11 @@ class Linears:
         return [parameter for each in self.modules if _is_direct(each) for parameter in (each.weight, each.bias)]
 
 
-class _Form:
+class _Form(ABC):
     """How the product is computed."""
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, inputs: Tensor) -> Tensor: ...
 
     def add(self, inputs: Tensor, residual: Tensor) -> Tensor:
         return residual + self(inputs)
