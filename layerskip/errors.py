@@ -15,6 +15,7 @@ __all__ = [
     "LayerSkipError",
     "PlanError",
     "PlanMismatchError",
+    "SearchError",
     "SettingError",
     "UnknownSettingError",
     "UnsupportedModelError",
@@ -52,6 +53,10 @@ class SettingError(LayerSkipError, ValueError):
 
 class UnknownSettingError(LayerSkipError, TypeError):
     """An argument name that does not exist."""
+
+
+class SearchError(LayerSkipError, RuntimeError):
+    """A search cannot begin or go on: its storage, its study, its texts or the model's numbers do not allow it."""
 
 
 class DecodingError(LayerSkipError, RuntimeError):

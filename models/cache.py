@@ -82,8 +82,8 @@ class KVCache:
             Views of keys and values, (batch, kv_heads, span.visible, head_dim).
         """
         entries = self._entries[block]
-        if span.start is not None:
-            entries.narrow(2, span.start, span.tokens).copy_(new.transpose(1, 2))
+        if span.slot is not None:
+            entries.narrow(2, span.slot, span.tokens).copy_(new.transpose(1, 2))
         else:
             entries[span.rows, :, span.positions] = new
         return self.keys[block].narrow(2, 0, span.visible), self.values[block].narrow(2, 0, span.visible)
@@ -95,7 +95,8 @@ class KVCache:
             AssertionError: the pass left a gap behind what an exact block holds, or went beyond the capacity (where
                 torch drops the write of one token without a word).
         """
-        if not span.starts:  # known to the device only: whoever records such passes notes them by numbers
+        # Known to the device only (whoever records such passes notes them by numbers), or beside the text itself.
+        if not span.starts or span.slot != span.start:
             return
         starts = np.asarray(span.starts)
         assert span.end <= self.capacity, f"wrote up to {span.end} of {self.capacity} slots"

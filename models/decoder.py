@@ -25,7 +25,7 @@ from layerskip.models.linears import Linears
 from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import Preparation, prepare_linears
 from layerskip.models.rotary import Rotary
-from layerskip.models.span import Span
+from layerskip.models.span import HiddenSlots, Span
 
 __all__ = ["Decoder", "Head", "Step"]
 
@@ -162,13 +162,21 @@ class Decoder:
             devices=[block.device for block in self.blocks],
         )
 
-    def span(self, starts: Sequence[int] | Tensor, tokens: int, visible: int | None = None) -> Span:
+    def span(
+        self,
+        starts: Sequence[int] | Tensor,
+        tokens: int,
+        visible: int | None = None,
+        slot: int | None = None,
+        hidden_slots: HiddenSlots | None = None,
+    ) -> Span:
         """The positions ``starts[b] … starts[b] + tokens - 1`` of each row `b`.
 
         Args:
             starts: numbers, or (batch,), int64, on the first block's device (see `Span`).
             visible: cache slots to read, if more than the pass needs: attention over another number of slots rounds
                 differently in low precision, so passes that must agree to the last bit read the same number.
+            slot, hidden_slots: see `Span`.
         """
         return Span(
             starts,
@@ -178,6 +186,8 @@ class Decoder:
             tables=self._rotary.tables,
             dtype=self.dtype,
             device=self.device,
+            slot=slot,
+            hidden_slots=hidden_slots,
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:

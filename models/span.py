@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = ["Span"]
 
 RotaryTables = Callable[[int, torch.device], tuple[Tensor, Tensor]]
+HiddenSlots = Callable[[int | None], Tensor]
 
 
 class Span:
@@ -25,6 +26,7 @@ class Span:
         tokens: positions per row.
         start: the common first position, None when the rows differ, or only the device knows.
         visible: cache slots that the pass reads, at least those that its longest row may see.
+        slot: the cache slot that every row's first position is written to; None: each row's own, which is its position.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class Span:
         tables: RotaryTables,
         dtype: torch.dtype,
         device: torch.device,
+        slot: int | None = None,
+        hidden_slots: HiddenSlots | None = None,
     ) -> None:
         """See the class.
 
@@ -45,6 +49,9 @@ class Span:
                 for other positions, and `visible` must be given.
             group: number of query heads per key/value head.
             tables: yields rotary tables.
+            slot: None: that of the position itself.
+            hidden_slots: instead of causality: told a window, says which slots each query must not see,
+                (batch, 1, tokens, visible), bool.
         """
         self._first = starts if isinstance(starts, Tensor) else None
         self.starts = () if isinstance(starts, Tensor) else tuple(starts)
@@ -52,7 +59,9 @@ class Span:
         self.tokens = tokens
         self.visible = max(self.starts) + tokens if visible is None else visible
         self.start = self.starts[0] if len(set(self.starts)) == 1 else None
+        self.slot = self.start if slot is None else slot
         self._group, self._tables, self._dtype, self._device = group, tables, dtype, device
+        self._hidden_slots = hidden_slots or self._behind
         self._masks: dict[int | None, Tensor | None] = {}
         self._moved: dict[torch.device, Span] = {device: self}
 
@@ -67,6 +76,8 @@ class Span:
                 tables=self._tables,
                 dtype=self._dtype,
                 device=device,
+                slot=self.slot,
+                hidden_slots=None if self._hidden_slots == self._behind else self._hidden_slots,
             )
             moved._moved = self._moved  # so that the way back leads to this span, masks and all
         return self._moved[device]
@@ -120,10 +131,15 @@ class Span:
             return self.mask(None)
         if self.start is not None and self.tokens == 1 and self.visible == self.end and window is None:
             return None
+        hidden = self._hidden_slots(window).to(self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        return mask if self.tokens == 1 else mask.repeat(1, 1, self._group, 1)
+
+    def _behind(self, window: int | None) -> Tensor:
+        """Slots behind each query, and those that its window has left behind: (batch or 1, 1, tokens, visible)."""
         positions = self.positions if self.start is None else self.positions[:1]
         queries, slots = positions[:, None, :, None], torch.arange(self.visible, device=self._device)
         hidden = slots > queries
         if window is not None:
             hidden = hidden | (slots <= queries - window)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
-        return mask if self.tokens == 1 else mask.repeat(1, 1, self._group, 1)
+        return hidden
