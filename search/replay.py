@@ -14,6 +14,7 @@ replaced by the sum itself, estimates without bias how often all drafts so far a
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ class Replay:
     """Texts, ready to be drafted by any path.
 
     Attributes:
-        texts: in the order in which they are replayed.
+        texts: all that are replayed.
         draft_length: drafts from each anchor, at most.
         block_passes: sub-blocks run so far, each over all positions of all texts: 1.0 is one sub-block over all.
     """
@@ -143,6 +144,8 @@ class Replay:
         self._positions = sum(each.num_positions for each in usable)
         kept = _kept_blocks(decoder, self._positions, state_bytes)
         self._batches = [self._read(first, rows, kept) for first, rows in _batches(usable, batch_positions)]
+        # Rows of one batch are of like length; whoever looks at the first batches only is to see all lengths.
+        random.Random(0).shuffle(self._batches)
 
     @property
     def num_batches(self) -> int:
