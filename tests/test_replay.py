@@ -104,14 +104,14 @@ def test_few_kept_states_and_small_batches_change_nothing() -> None:
     for settings in ({}, {"state_bytes": 1}, {"batch_positions": 1}):
         replay = Replay(model.decoder, texts, draft_length=4, **settings)
         by_setting.append(
-            [
-                (text, each.acceptance(4))
+            {
+                (candidate, text): each.acceptance(4)
                 for candidate in CANDIDATES
                 for batch in range(replay.num_batches)
                 for text, each in zip(
                     replay.texts_of(batch), replay.outcomes(candidate.path(NUM_LAYERS), batch), strict=True
                 )
-            ]
+            }
         )
     assert by_setting[0] == by_setting[1] == by_setting[2]
 
