@@ -212,16 +212,20 @@ class Replay:
         """Of each text of one part."""
         return [each.acceptance(self.draft_length) for each in self.outcomes(path, batch, head)]
 
-    def run_sub_block(self, batch: int, step: Step, hidden: Tensor, shift: int = 0) -> Tensor:
+    def run_sub_block(
+        self, batch: int, step: Step, hidden: Tensor, shift: int = 0, draft_length: int | None = None
+    ) -> Tensor:
         """Run the sub-blocks of one block on `hidden` (batch, positions, hidden_size) at one part's positions.
 
         For methods that build a path block by block. Each block's own entries from the last such call are replaced.
+
+        Args:
+            draft_length: another than the replay's own; 1: every position sees the full model's entries and itself.
         """
+        length = self.draft_length if draft_length is None else draft_length
         with torch.inference_mode():
             part = self._batches[batch]
-            anchors = [
-                anchors_of(count, self.draft_length, part.first + row + shift) for row, count in enumerate(part.counts)
-            ]
+            anchors = [anchors_of(count, length, part.first + row + shift) for row, count in enumerate(part.counts)]
             return self._pass([step], part, hidden, self._span(part, anchors))
 
     def padded_states(self, batch: int, block: int) -> Tensor:
