@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.assembly import PlannedDrafter, build_engine
+from layerskip.compiled import CompiledForward
 from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
@@ -93,6 +94,8 @@ class Model:
         decoder: its blocks, to be run one by one.
         static_pool: recordings (CUDA graphs) that are kept from call to call, with their memory; replace it by a larger
             one if more than two kinds of call alternate.
+        compiled: programs of the calls with `compile=True`, kept from call to call with their copies of the weights;
+            `compiled.clear()` lets them go.
     """
 
     def __init__(self, hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -108,6 +111,7 @@ class Model:
         self._draft_models: dict[Any, Model] = {}
         self._loading = threading.Lock()
         self.static_pool = StaticPool()
+        self.compiled = CompiledForward(self.decoder)
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -118,6 +122,11 @@ class Model:
     def name(self) -> str:
         """Where the model came from: a path, a hub id, or nothing."""
         return str(self._hf_model.name_or_path)
+
+    @property
+    def hf_config(self) -> Any:
+        """The checkpoint's config, to be read only."""
+        return self._hf_model.config
 
     @cached_property
     def inspection(self) -> Inspection:
@@ -158,6 +167,7 @@ class Model:
         if not isinstance(huge_pages, bool):
             raise SettingError(f"got huge_pages={huge_pages!r}; expected True or False.")
         self.static_pool.clear()  # what is recorded reads the weights as they were
+        self.compiled.clear()
         return self.decoder.prepare(pack=pack, huge_pages=huge_pages)
 
     def _prepare_in_place(self) -> None:
@@ -182,7 +192,7 @@ class Model:
         request = self.check(inputs, **options)
         if streamer is not None:
             _refuse_streamed_batch(request)
-        engine, commits = self._engine(request), []
+        engine, commits = self.engine(request), []
         if streamer is not None:
             streamer.put(torch.tensor(request.prompts))
         for commit in engine:
@@ -204,7 +214,7 @@ class Model:
             raise InputError("got no tokenizer to make text with; pass one to wrap(model, tokenizer), or use generate.")
         request = self.check(inputs, **options)
         _refuse_streamed_batch(request)
-        engine = self._engine(request)
+        engine = self.engine(request)
         return Stream(engine, self.tokenizer, lambda commits: self._result(request, engine, commits))
 
     def check(self, inputs: Any = None, **options: Unpack[CallOptions]) -> Request:
@@ -253,9 +263,10 @@ class Model:
                 self._draft_models[source] = draft
             return self._draft_models[source]
 
-    def _engine(self, request: Request) -> Engine:
+    def engine(self, request: Request) -> Engine:
+        """An engine for a checked call, for those who want to look between two rounds; it decodes once."""
         planned = {} if request.plan is None else self._planned(request.plan)
-        return build_engine(self.decoder, request, planned, self.tokenizer, self.static_pool)
+        return build_engine(self.decoder, request, planned, self.tokenizer, self.static_pool, self.compiled)
 
     def _planned(self, plan: DraftPlan) -> dict[str, PlannedDrafter]:
         """The drafters of `plan`; a draft model is loaded now, before any time is counted."""
@@ -279,8 +290,8 @@ class Model:
         for commit in commits:
             rows[commit.row].append(commit)
         engine.stats.costs = engine.governor.to_dict()
-        if engine.static is not None and engine.static.recorder.obstacle is not None:
-            engine.stats.execution = f"static: {engine.static.recorder.obstacle}"
+        if engine.static is not None and engine.static.obstacle is not None:
+            engine.stats.execution = f"static: {engine.static.obstacle}"
         new_token_ids = [[commit.token_id for commit in row] for row in rows]
         return GenerationResult(
             sequences=_padded(request, new_token_ids).to(self.decoder.device),

@@ -1,0 +1,202 @@
+"""Texts to search on: the model's own answers to a person's prompts, or to prompts that it writes itself.
+
+An instruct model is given its chat template up to the user's turn and writes what a user would ask; a base model goes
+on from its first token. Both are drawn at temperature 1 from the 64 likeliest tokens and are the same for the same
+seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from layerskip.api import Model
+from layerskip.errors import InputError, SettingError
+from layerskip.processing import make_processors
+from layerskip.sampling import Sampler
+from layerskip.search.texts import Calibration, Text
+from layerskip.text import encode
+
+__all__ = ["make_sampler_of", "write_calibration", "write_prompts"]
+
+Notify = Callable[[str, int, int], None]
+"""Told what is going on, how much of it is done, and how much there is."""
+
+_ROWS = 16  # answered at once: a pass over so many rows takes hardly longer than one over a few
+_LONGEST_QUESTION = 96
+_LONGEST_START = 32  # of a base model's text
+_TRIES = 4  # prompts are drawn for at most so many times the texts that are wanted
+_FREE: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 64}
+_MARK = "\u241e"  # stands for what a user says, to find where in the template that is
+
+
+def write_calibration(
+    model: Model,
+    prompts: Sequence[Any] | None = None,
+    *,
+    positions: int = 8192,
+    held_out_positions: int = 4096,
+    new_tokens: int = 128,
+    seed: int = 0,
+    sampling: Mapping[str, Any] | None = None,
+    notify: Notify = lambda what, done, total: None,
+) -> Calibration:
+    """Let the model answer prompts until there are enough positions to search on, and others to report on.
+
+    Args:
+        prompts: strings, chat messages or lists of token ids; None: the model writes them. Every other one, in an order
+            drawn by `seed`, is for the report.
+        positions, held_out_positions: drafts to be tried in each half.
+        new_tokens: of an answer, at most; twice and more as many if there are few prompts.
+        sampling: decoding settings that answers are drawn with (``{"temperature": 0.7}``); None: greedily.
+        notify: see `Notify`.
+
+    Raises:
+        SettingError: a number below 1, or settings that look at the tokens before a position (penalties).
+        InputError: less than two prompts that the model has room to answer, or answers of one token only.
+    """
+    counts = {"positions": positions, "held_out_positions": held_out_positions, "new_tokens": new_tokens}
+    for name, value in counts.items():
+        if type(value) is not int or value < (2 if name == "new_tokens" else 1):
+            raise SettingError(
+                f"got {name}={value!r}; expected an integer of at least {2 if name == 'new_tokens' else 1}."
+            )
+    if sampling is not None:
+        make_sampler_of(model, sampling)
+    settings: dict[str, Any] = {"do_sample": False} if sampling is None else {"do_sample": True, **sampling}
+    wanted = {"search": positions, "held_out": held_out_positions}
+    if prompts is None:
+        source, rows = (
+            "written by the model",
+            _written_rows(model, sum(wanted.values()) // new_tokens + 2, seed, notify),
+        )
+    else:
+        source, rows = "given prompts", _given_rows(model, prompts, seed)
+        if len(rows) < 2:
+            raise InputError(
+                f"got {len(rows)} prompt(s) that the model has room to answer; expected two or more: one half is "
+                "searched on, the other reported on. Give more or shorter prompts, or none: it then writes its own."
+            )
+        new_tokens = min(512, max(new_tokens, 2 + sum(wanted.values()) // len(rows)))
+    longest = max(2, model.decoder.max_positions // 2)
+    parts: dict[str, list[Text]] = {"search": [], "held_out": []}
+    found = {"search": 0, "held_out": 0}
+    # Halves in proportion: with enough of one, prompts go to the other.
+    for batch in _batched(rows):
+        if all(found[name] >= wanted[name] for name in wanted):
+            break
+        answers = model.generate(batch, max_new_tokens=min(new_tokens, longest), seed=seed, **settings)
+        for prompt, answer in zip(batch, answers.new_token_ids, strict=True):
+            if len(answer) > 1:
+                name = min(wanted, key=lambda each: found[each] / wanted[each])
+                parts[name].append(Text(tuple(prompt), tuple(answer)))
+                found[name] += len(answer) - 1
+        notify("writing calibration texts", min(sum(found.values()), sum(wanted.values())), sum(wanted.values()))
+    if not parts["search"] or not parts["held_out"]:
+        raise InputError(
+            "got answers of one token only, in which nothing can be drafted; expected longer ones. Give prompts "
+            "that ask for text."
+        )
+    about = {
+        "source": source,
+        "new_tokens": new_tokens,
+        "seed": seed,
+        "sampling": dict(sampling or {}) or None,
+        **counts,
+    }
+    return Calibration(tuple(parts["search"]), tuple(parts["held_out"]), about)
+
+
+def make_sampler_of(model: Model, sampling: Mapping[str, Any]) -> Sampler:
+    """What turns logits into the distribution that answers are drawn from, under these decoding settings.
+
+    Raises:
+        SettingError: settings that look at the tokens before a position, which replay does not have in order.
+        LayerSkipError: settings that do not exist, or out of range.
+    """
+    request = model.check([0], max_new_tokens=2, do_sample=True, **sampling)
+    processors = make_processors(request.settings, request.caller_processors, [1], str(model.decoder.device))
+    sampler = Sampler(processors, do_sample=True)
+    if not sampler.prefix_free:
+        raise SettingError(
+            "got sampling settings of which some look at the tokens before each position (a penalty, bad words); "
+            "expected temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff or eta_cutoff."
+        )
+    return sampler
+
+
+def write_prompts(model: Model, count: int, seed: int = 0) -> list[list[int]]:
+    """`count` different prompts that the model writes itself, as token ids; fewer if it repeats itself."""
+    start, is_chat = _start_of_user_turn(model)
+    prompts: dict[tuple[int, ...], None] = {}
+    for attempt in range(_TRIES * -(-count // _ROWS)):
+        starts = [start or [_first_token(model, seed + attempt, row)] for row in range(_ROWS)]
+        longest = _LONGEST_QUESTION if is_chat else _LONGEST_START
+        written = model.generate(starts, max_new_tokens=longest, seed=seed + attempt * _ROWS, **_FREE)
+        for first, said in zip(starts, written.new_token_ids, strict=True):
+            prompt = _as_chat(model, said) if is_chat else [*first, *said]
+            if prompt:
+                prompts[tuple(prompt)] = None
+        if len(prompts) >= count:
+            break
+    return [list(each) for each in list(prompts)[:count]]
+
+
+def _written_rows(model: Model, count: int, seed: int, notify: Notify) -> list[list[int]]:
+    notify("writing prompts", 0, count)
+    rows = write_prompts(model, count, seed)
+    if len(rows) < 2:
+        raise InputError(
+            f"got {len(rows)} prompt(s) from the model itself, which says the same again and again; expected two or "
+            "more. Give prompts (--prompts FILE)."
+        )
+    return rows
+
+
+def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[int]]:
+    """Each prompt as token ids, in an order drawn by the seed; those too long to be answered are left out."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
+        raise InputError(
+            f"got prompts of type {type(prompts).__name__}; expected a list of strings, chats or token ids."
+        )
+    rows = [row for prompt in prompts for row in encode(prompt, model.tokenizer)]
+    vocab_size, most = model.decoder.vocab_size, model.decoder.max_positions // 2
+    wrong = next((token for row in rows for token in row if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InputError(f"got token id {wrong} in a prompt; expected ids from 0 to {vocab_size - 1}.")
+    rows = [row for row in rows if len(row) <= most]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def _batched(rows: Sequence[list[int]]) -> Iterator[list[list[int]]]:
+    for first in range(0, len(rows), _ROWS):
+        yield list(rows[first : first + _ROWS])
+
+
+def _start_of_user_turn(model: Model) -> tuple[list[int], bool]:
+    """What a text begins with, as token ids (none: nothing is known), and whether a chat's user speaks next."""
+    tokenizer: Any = model.tokenizer
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": _MARK}]
+        before, mark, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_MARK)
+        if mark and before:
+            return list(tokenizer(before, add_special_tokens=False)["input_ids"]), True
+    bos = model.hf_config.bos_token_id if tokenizer is None else tokenizer.bos_token_id
+    return ([] if bos is None else [int(bos)]), False
+
+
+def _as_chat(model: Model, said: Sequence[int]) -> list[int]:
+    """The prompt of a chat in which a user said this; empty if that was nothing."""
+    tokenizer: Any = model.tokenizer
+    text = tokenizer.decode(said, skip_special_tokens=True).strip()
+    return encode([{"role": "user", "content": text}], tokenizer)[0] if text else []
+
+
+def _first_token(model: Model, seed: int, row: int) -> int:
+    """For a model that says nothing of how a text begins: any token."""
+    generator = torch.Generator().manual_seed(1000 * seed + row)
+    return int(torch.randint(model.decoder.vocab_size, (), generator=generator).item())

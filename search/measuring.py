@@ -1,0 +1,197 @@
+"""Measuring a cost model: rounds of the real engine along a few paths, in turn, and what these have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from layerskip.api import Model
+from layerskip.engine import Engine
+from layerskip.errors import SettingError
+from layerskip.plan import DraftPlan
+from layerskip.search.candidate import Candidate
+from layerskip.search.cost import CostModel
+
+__all__ = ["measure_costs", "measure_rounds"]
+
+_WARM_UP = 2  # rounds that are not counted: kernels are chosen, programs recorded, caches filled
+
+
+def measure_costs(
+    model: Model,
+    vocabularies: Sequence[tuple[int, ...]] = (),
+    *,
+    draft_length: int = 6,
+    context: int = 256,
+    rounds: int = 12,
+    notify: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> CostModel:
+    """Measure what steps and passes cost behind `context` tokens, at batch 1, on this device.
+
+    About 15 paths run `rounds` rounds each, in turn, so that a machine that is slower for a while is so for all.
+
+    Args:
+        vocabularies: draft vocabularies whose heads are to be measured, ids ascending.
+        draft_length: verification is measured over 1 to `draft_length` + 1 tokens.
+
+    Raises:
+        SettingError: a number below 1, or a context that the model has no room for.
+    """
+    room = model.decoder.max_positions - (rounds + _WARM_UP) * (draft_length + 1) - 2
+    for name, value, most in (
+        ("context", context, room),
+        ("rounds", rounds, 10**4),
+        ("draft_length", draft_length, 64),
+    ):
+        if type(value) is not int or not 1 <= value <= most:
+            raise SettingError(f"got {name}={value!r}; expected an integer from 1 to {most}.")
+    blocks = model.decoder.num_blocks
+    candidates = _designs(blocks)
+    plans = [_plan(each, 2) for each in candidates]
+    plans += [_plan(candidates[0], 2, ids) for ids in vocabularies]
+    # Nothing of these drafts can be taken over, so that verification runs in full.
+    widths = [_plan(Candidate.of(blocks, [0] if blocks > 1 else []), length) for length in range(1, draft_length + 1)]
+    seconds = measure_rounds(model, [None, *plans, *widths], context, rounds, notify)
+    steps = [each.draft_s for each in seconds[1 : 1 + len(plans)]]
+    attention_s, mlp_s, head_s = _fit(candidates, blocks, steps[: len(candidates)])
+    few = {len(ids): steps[len(candidates) + index] for index, ids in enumerate(vocabularies)}
+    of_path = steps[0] - head_s  # blocks alone, as the same plan took them
+    heads = {**{size: max(step - of_path, 1e-9) for size, step in few.items()}, model.decoder.vocab_size: head_s}
+    return CostModel(
+        plain_s=seconds[0].verify_s,
+        attention_s=_shared(attention_s, model.inspection.attention_parameters),
+        mlp_s=_shared(mlp_s, model.inspection.mlp_parameters),
+        head_sizes=tuple(sorted(heads)),
+        head_s=tuple(heads[size] for size in sorted(heads)),
+        verify_s=tuple(each.verify_s for each in (seconds[0], *seconds[1 + len(plans) :])),
+        conditions=_conditions(model, context, rounds),
+    )
+
+
+class RoundTimes:
+    """Of one plan: seconds of each round, by phase.
+
+    Attributes:
+        drafts: of a draft step.
+        verifications: of all else of the round.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.drafts: list[float] = []
+        self.verifications: list[float] = []
+
+    @property
+    def draft_s(self) -> float:
+        """Median of a draft step."""
+        return median(self.drafts)
+
+    @property
+    def verify_s(self) -> float:
+        """Median of a round without its drafting."""
+        return median(self.verifications)
+
+
+def measure_rounds(
+    model: Model,
+    plans: Sequence[DraftPlan | None],
+    context: int,
+    rounds: int,
+    notify: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[RoundTimes]:
+    """Times of `rounds` rounds by each plan (None: plain steps) behind `context` tokens, the plans in turn."""
+    engines = [_engine(model, plan, context, rounds) for plan in plans]
+    times = [RoundTimes() for _ in plans]
+    for engine in engines:
+        engine.read_prompts()
+    for index in range(_WARM_UP + rounds):
+        for plan, engine, seconds in zip(plans, engines, times, strict=True):
+            before = (engine.stats.draft_s, engine.stats.verify_s + engine.stats.host_s)
+            engine.decode_round()
+            if index >= _WARM_UP:
+                if plan is not None:
+                    seconds.drafts.append((engine.stats.draft_s - before[0]) / plan.num_draft_tokens)
+                seconds.verifications.append(engine.stats.verify_s + engine.stats.host_s - before[1])
+        notify("measuring costs", index + 1, _WARM_UP + rounds)
+    for engine in engines:
+        engine.release()
+    return times
+
+
+def _engine(model: Model, plan: DraftPlan | None, context: int, rounds: int) -> Engine:
+    """An engine that neither stops nor leaves anything out."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(model.decoder.vocab_size, (context,), generator=generator).tolist()
+    drafts = plan.num_draft_tokens if plan is not None else 0
+    governor = {} if plan is None else {"plan": plan, "governor": "off"}
+    longest = (rounds + _WARM_UP + 1) * (drafts + 1) + 1
+    return model.engine(
+        model.check(prompt, max_new_tokens=longest, do_sample=False, eos_token_id=[], **governor)  # type: ignore[arg-type]
+    )
+
+
+def _designs(blocks: int) -> list[Candidate]:
+    """Paths that differ in how many attentions, MLPs and whole blocks they run."""
+    second, third, early = range(1, blocks, 2), range(1, blocks, 3), max(1, blocks // 4)
+    designs = [
+        Candidate.of(blocks, second, second),
+        Candidate.of(blocks),
+        Candidate.of(blocks, second),
+        Candidate.of(blocks, (), second),
+        Candidate.of(blocks, third, second),
+        Candidate.of(blocks, exit_layer=max(1, blocks // 2)),
+        Candidate.of(blocks, exit_layer=early),
+        Candidate.of(blocks, range(1, early), (), exit_layer=early),
+    ]
+    return list(dict.fromkeys(designs))
+
+
+def _fit(candidates: Sequence[Candidate], blocks: int, seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Seconds of an attention, an MLP and all the rest, by least squares of the relative error, none below 0."""
+    rows = []
+    for candidate in candidates:
+        path = candidate.path(blocks)
+        rows.append([sum(step.attention for step in path), sum(step.mlp for step in path), 1.0])
+    measured = np.asarray(seconds)
+    scaled = np.asarray(rows) / measured[:, None]
+    solution = np.linalg.lstsq(scaled, np.ones(len(measured)), rcond=None)[0]
+    attention_s, mlp_s, rest_s = (max(float(each), 1e-9) for each in solution)
+    return attention_s, mlp_s, rest_s
+
+
+def _shared(mean_s: float, parameters: Sequence[int]) -> tuple[float, ...]:
+    """Layers of other sizes cost in proportion: reading weights is what takes the time."""
+    mean = sum(parameters) / len(parameters)
+    return tuple(mean_s * each / mean for each in parameters)
+
+
+def _plan(candidate: Candidate, length: int, vocabulary: tuple[int, ...] | None = None) -> DraftPlan:
+    return DraftPlan(
+        skip_attention=candidate.skip_attention,
+        skip_mlp=candidate.skip_mlp,
+        exit_layer=candidate.exit_layer,
+        num_draft_tokens=length,
+        draft_vocabulary=vocabulary,
+    )
+
+
+def _conditions(model: Model, context: int, rounds: int) -> dict[str, Any]:
+    device = model.decoder.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"{device} ({name})",
+        "dtype": str(model.decoder.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "context": context,
+        "rounds": rounds,
+        "batch": 1,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
