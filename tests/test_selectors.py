@@ -1,11 +1,17 @@
 """Every selector keeps the contract, and each follows its own published rule on cases small enough to work out."""
 
 import functools
+import importlib
 import itertools
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import layerskip
 from layerskip.errors import SearchError, SettingError
@@ -34,18 +40,20 @@ from layerskip.search.selectors.del_exit import ExitStatistics, tokens_per_layer
 from layerskip.search.selectors.knapspec import best_tokens_per_s, weights
 from layerskip.search.texts import Text
 from tests.special_models import agreeing_model
-from tests.tiny_models import NUM_LAYERS, prompt
+from tests.tiny_models import NUM_LAYERS, TINY_CONFIGS, prompt
 
+ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 3
 FAMILIES = ("llama", "qwen3", "mistral-window", "qwen2-window")
 KEEPS_THE_ENDS = {"uniform", "random_sets", "knapspec", "conflayers"}
 
 
-def texts_of(model: layerskip.Model, new_tokens: int = 12) -> list[Text]:
+@functools.cache
+def texts_of(model: layerskip.Model, new_tokens: int = 12) -> tuple[Text, ...]:
     """The model's own answers to three random prompts."""
     rows = [prompt(length, seed=length)[0].tolist() for length in (9, 4, 13)]
     answers = model.generate(rows, max_new_tokens=new_tokens, eos_token_id=[], do_sample=False).new_token_ids
-    return [Text(tuple(row), tuple(answer)) for row, answer in zip(rows, answers, strict=True)]
+    return tuple(Text(tuple(row), tuple(answer)) for row, answer in zip(rows, answers, strict=True))
 
 
 def judge_of(model: layerskip.Model, **costs: float) -> Judge:
@@ -392,3 +400,72 @@ class TestDraftAndVerify:
     def test_without_a_clock_it_says_so(self):
         with pytest.raises(SearchError, match="got a workbench without tokens_per_s"):
             DraftAndVerify().select(Workbench.seeded(judge_of(wrapped("llama"))))
+
+
+class TestExperiment:
+    def test_the_comparison_runs_to_its_end(self, tmp_path):
+        results = tmp_path / "selectors.jsonl"
+        command = [sys.executable, "-m", "experiments.selectors", "--threads", "1"]
+        command += [
+            *("--model", "tiny", "--dtype", "float32", "--agreement", "1", "--results", str(results)),
+            *("--positions", "64", "--held-out-positions", "32", "--new-tokens", "12", "--cost-context", "16"),
+            *("--selectors", "uniform", "clasp", "draft_and_verify", "--trials", "2", "--measure", "1"),
+            *("--clock-prompts", "1", "--clock-tokens", "9", "--draft-length", "3"),
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        table, _, last = done.stdout.rstrip("\n").rpartition("\n")
+        assert results.read_text().splitlines() == [last]
+        document = json.loads(last)
+        uniform, clasp, by_clock = document["rows"]
+        assert (uniform["candidates"], uniform["full_passes"]) == (1, 0)
+        assert clasp["candidate"]["exit_layer"] == 2
+        assert clasp["held_out"]["acceptance_rate"] == 1
+        assert by_clock["settings"]["iterations"] == 2
+        for row in document["rows"]:
+            assert f"| {row['selector']} |" in table
+            assert len(row["measured_speedup_quartiles"]) == 3
+            assert row["seconds"] > 0
+        assert document["conditions"]["num_blocks"] == 4
+        assert document["costs"]["plain_s"] > 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (["--model", "tiny", "--data", "x.jsonl"], "got --data for random weights"),
+            (["--model", "tiny", "--device", "nowhere"], "got --device nowhere"),
+            (["--model", "tiny", "--selectors", "clsp"], "got 'clsp'"),
+        ],
+    )
+    def test_what_is_refused(self, arguments, told, monkeypatch, capsys):
+        monkeypatch.syspath_prepend(str(ROOT))
+        main = importlib.import_module("experiments.selectors").main
+        try:
+            code = main([*arguments, "--threads", "1"])
+        except SystemExit as exit:
+            code = exit.code
+        printed = capsys.readouterr()
+        assert code == 2
+        assert printed.err.startswith("error: ")
+        assert told in printed.err.splitlines()[0]
+        assert printed.out == ""
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_model_that_is_too_small_is_refused(name):
+    """One block: whatever is left out, nothing or too little remains."""
+    bench = bench_of(one_block())
+    try:
+        found = made(name).select(bench)
+    except SearchError as error:
+        assert "expected" in str(error)
+    else:
+        assert all(each.path(1) not in ((), bench.judge.replay.decoder.full_path) for each in found)
+
+
+@functools.cache
+def one_block() -> layerskip.Model:
+    config = LlamaConfig(**(TINY_CONFIGS["llama"].to_dict() | {"num_hidden_layers": 1}))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return layerskip.wrap(AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval())

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from layerskip.errors import SearchError
 from layerskip.models.decoder import Step
 from layerskip.search.candidate import Candidate
 from layerskip.search.judge import Judge
@@ -44,6 +45,8 @@ class Clasp:
 
     def select(self, bench: Workbench) -> list[Candidate]:
         """See `Selector`."""
+        if bench.num_blocks < 2:
+            raise SearchError("got a model of 1 block; expected at least 2 to skip one. Choose another selector.")
         skips = max(1, int(bench.num_blocks * self.skip_ratio))
         return [clasp_paths(bench.judge, skips)[skips]]
 
