@@ -1,1 +1,12 @@
-"""layerskip.search: jobs that find the draft plan that pays on a given model, device and kind of text."""
+"""Search: the draft plan that pays, found on one machine or many (`find_plan`)."""
+
+try:
+    import optuna as _optuna  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('the search needs optuna: pip install "layerskip[search]"') from error
+
+from layerskip.search.find import find_plan
+from layerskip.search.result import SearchResult
+from layerskip.search.settings import Budget, SearchSettings
+
+__all__ = ["Budget", "SearchResult", "SearchSettings", "find_plan"]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from layerskip.models.decoder import Step
+from layerskip.plan import DraftPlan
 
 __all__ = ["Candidate"]
 
@@ -71,6 +73,22 @@ class Candidate:
         skipped_attention, skipped_mlp = self.skipped(num_blocks)
         return Candidate.of(
             num_blocks, {*skipped_attention, *attention}, {*skipped_mlp, *mlp}, None, self.vocabulary_size
+        )
+
+    def plan(self, num_draft_tokens: int, draft_vocabulary: tuple[int, ...] | None = None, **fields: Any) -> DraftPlan:
+        """A plan that drafts along it.
+
+        Args:
+            draft_vocabulary: the ids, where it scores but some.
+            fields: further ones of the plan.
+        """
+        return DraftPlan(
+            skip_attention=self.skip_attention,
+            skip_mlp=self.skip_mlp,
+            exit_layer=self.exit_layer,
+            num_draft_tokens=num_draft_tokens,
+            draft_vocabulary=draft_vocabulary,
+            **fields,
         )
 
     def describe(self) -> str:

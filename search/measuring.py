@@ -53,10 +53,10 @@ def measure_costs(
             raise SettingError(f"got {name}={value!r}; expected an integer from 1 to {most}.")
     blocks = model.decoder.num_blocks
     candidates = _designs(blocks)
-    plans = [_plan(each, 2) for each in candidates]
-    plans += [_plan(candidates[0], 2, ids) for ids in vocabularies]
+    plans = [each.plan(2) for each in candidates]
+    plans += [candidates[0].plan(2, ids) for ids in vocabularies]
     # Nothing of these drafts can be taken over, so that verification runs in full.
-    widths = [_plan(Candidate.of(blocks, [0] if blocks > 1 else []), length) for length in range(1, draft_length + 1)]
+    widths = [Candidate.of(blocks, [0] if blocks > 1 else []).plan(length) for length in range(1, draft_length + 1)]
     seconds = measure_rounds(model, [None, *plans, *widths], context, rounds, notify)
     steps = [each.draft_s for each in seconds[1 : 1 + len(plans)]]
     attention_s, mlp_s, head_s = _fit(candidates, blocks, steps[: len(candidates)])
@@ -169,16 +169,6 @@ def _shared(mean_s: float, parameters: Sequence[int]) -> tuple[float, ...]:
     """Layers of other sizes cost in proportion: reading weights is what takes the time."""
     mean = sum(parameters) / len(parameters)
     return tuple(mean_s * each / mean for each in parameters)
-
-
-def _plan(candidate: Candidate, length: int, vocabulary: tuple[int, ...] | None = None) -> DraftPlan:
-    return DraftPlan(
-        skip_attention=candidate.skip_attention,
-        skip_mlp=candidate.skip_mlp,
-        exit_layer=candidate.exit_layer,
-        num_draft_tokens=length,
-        draft_vocabulary=vocabulary,
-    )
 
 
 def _conditions(model: Model, context: int, rounds: int) -> dict[str, Any]:

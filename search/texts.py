@@ -6,6 +6,8 @@ half of the texts is searched on, the other is for the report.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +44,12 @@ class Calibration:
     search: tuple[Text, ...]
     held_out: tuple[Text, ...]
     settings: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Of all token ids, by which two calibrations are told apart."""
+        content = self.to_dict()
+        return hashlib.sha256(json.dumps([content["search"], content["held_out"]]).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -1,0 +1,158 @@
+"""Which of Optuna's samplers suggests candidates, by name, and one of our own for spaces of many small choices.
+
+`EliteSampler` changes a few choices of one of the best candidates so far. Skip sets reward that: a good one differs
+from a better one by few sub-blocks, while a statistical model of sixty yes-or-no choices has little to learn from two
+hundred trials.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.errors import SettingError, did_you_mean
+from layerskip.search.space import Space
+
+__all__ = ["SAMPLERS", "EliteSampler", "make_sampler"]
+
+_TRIES = 64  # at a candidate that was not tried yet
+_ELITE = 6  # parents
+
+
+class EliteSampler(BaseSampler):
+    """Evolution with a small elite: a child of one or two of the best candidates, with a few choices changed.
+
+    Several workers may share a study: all that it knows is in the trials.
+    """
+
+    def __init__(self, space: Space, seed: int | None = None) -> None:
+        """`seed`: None draws one."""
+        self._space = space
+        self._rng = random.Random(seed)
+        self._fallback = optuna.samplers.RandomSampler(seed=seed)
+
+    def reseed_rng(self) -> None:
+        """See `BaseSampler`."""
+        self._rng.seed()
+        self._fallback.reseed_rng()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """See `BaseSampler`; always the whole space."""
+        return self._space.distributions()
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """See `BaseSampler`; before any trial has ended, nothing."""
+        trials = study.get_trials(deepcopy=False)
+        elite = _best(study, [each for each in trials if each.state == TrialState.COMPLETE])
+        if not elite or not search_space:
+            return {}
+        tried = {self._space.candidate(each.params) for each in trials if each.params}
+        child: dict[str, Any] = {}
+        for _ in range(_TRIES):
+            child = self._child([_complete(each.params, search_space) for each in elite], search_space)
+            if self._space.candidate(child) not in tried:
+                break
+        return child
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """See `BaseSampler`; at random."""
+        return self._fallback.sample_independent(study, trial, param_name, param_distribution)
+
+    def _child(self, elite: Sequence[dict[str, Any]], space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
+        # The best of all is the parent half of the time, the next half of the rest, and so on.
+        rank = min(int(-math.log2(1 - self._rng.random())), len(elite) - 1)
+        child = dict(elite[rank])
+        if len(elite) > 1 and self._rng.random() < 0.3:
+            other = self._rng.choice(elite)
+            child = {name: self._rng.choice((child[name], other[name])) for name in child}
+        changes = 1 + min(int(-math.log2(1 - self._rng.random())), 5)
+        names = self._names(child, space)
+        for name in self._rng.sample(names, min(changes, len(names))):
+            child[name] = self._changed(child[name], space[name])
+        return child
+
+    def _names(self, child: Mapping[str, Any], space: Mapping[str, BaseDistribution]) -> list[str]:
+        """Choices that may be changed: no sub-block behind the exit; exit and ids as often as two sub-blocks."""
+        exit_layer = child.get("exit", self._space.num_blocks)
+        names = []
+        for name in space:
+            _, _, layer = name.partition(" ")
+            if not layer:
+                names.append(name)
+            elif int(layer) < exit_layer:
+                names.append(name)
+        return names
+
+    def _changed(self, value: Any, distribution: BaseDistribution) -> Any:
+        if isinstance(distribution, IntDistribution):
+            step = self._rng.choice((-4, -2, -1, 1, 2, 4))
+            return min(max(value + step, distribution.low), distribution.high)
+        assert isinstance(distribution, CategoricalDistribution)
+        choices = list(distribution.choices)
+        if len(choices) == 2:
+            return choices[1 - choices.index(value)]
+        index = choices.index(value) + self._rng.choice((-1, 1))
+        return choices[min(max(index, 0), len(choices) - 1)]
+
+
+def _best(study: Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """The elite, best first; with two objectives, those that no other trial beats in both, in any order."""
+    if len(study.directions) > 1:
+        front = study.best_trials if trials else []
+        return sorted(front, key=lambda each: -each.values[0])
+    return sorted(trials, key=lambda each: each.value or 0.0, reverse=True)[:_ELITE]
+
+
+def _complete(params: Mapping[str, Any], space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
+    """All choices, those that a trial lacks at their first value."""
+    first = {
+        name: each.choices[0] if isinstance(each, CategoricalDistribution) else getattr(each, "high", None)
+        for name, each in space.items()
+    }
+    return {name: params.get(name, value) for name, value in first.items()}
+
+
+def _tpe(space: Space, seed: int | None) -> BaseSampler:
+    # Multivariate: whether a sub-block can go depends on which others are gone. Constant liar: workers in parallel.
+    return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+
+
+def _gp(space: Space, seed: int | None) -> BaseSampler:
+    return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
+
+
+SAMPLERS: Mapping[str, Callable[[Space, int | None], BaseSampler]] = {
+    "elite": EliteSampler,
+    "tpe": _tpe,
+    "gp": _gp,
+    "nsga2": lambda space, seed: optuna.samplers.NSGAIISampler(seed=seed, population_size=20),
+    "random": lambda space, seed: optuna.samplers.RandomSampler(seed=seed),
+}
+"""By name."""
+
+
+def make_sampler(name: str, space: Space, seed: int | None = None) -> BaseSampler:
+    """The sampler `name`.
+
+    Raises:
+        SettingError: there is none of that name.
+    """
+    if name not in SAMPLERS:
+        known = ", ".join(SAMPLERS)
+        raise SettingError(f"got sampler={name!r}; expected one of {known}.{did_you_mean(name, SAMPLERS)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return SAMPLERS[name](space, seed)

@@ -1,0 +1,336 @@
+"""A study: the trials of one search, what all of its workers must share, and how a worker joins in.
+
+Whoever creates a study prepares it: writes the texts, measures the costs, queues the starts. All of it is kept in the
+study, so that workers on other machines, and a search that is resumed, judge candidates by the same texts and costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.api import Model
+from layerskip.draft_vocabulary import most_frequent
+from layerskip.errors import SearchError, SettingError
+from layerskip.search.acceptance import Acceptance
+from layerskip.search.calibration import make_sampler_of, write_calibration
+from layerskip.search.cost import CostModel
+from layerskip.search.judge import Judge, Verdict
+from layerskip.search.measuring import measure_costs
+from layerskip.search.progress import Progress
+from layerskip.search.replay import Replay
+from layerskip.search.result import TrialRecord
+from layerskip.search.samplers import make_sampler
+from layerskip.search.settings import SearchSettings, refuse_differences
+from layerskip.search.space import Space
+from layerskip.search.starts import single_retention, starts
+from layerskip.search.texts import Calibration, Text
+
+__all__ = ["Prepared", "load_prepared", "objective", "open_study", "record_of", "records_of"]
+
+_FORMAT = 1
+_BATCH_POSITIONS = 512  # replayed at once, and between two questions whether a trial is worth going on with
+_WAIT_S = 2.0
+_DEAD_S = 300.0  # a preparation that has not shown a sign of life for so long has died
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A study and what its trials are judged by.
+
+    Attributes:
+        retention: see `single_retention`.
+    """
+
+    study: optuna.Study
+    settings: SearchSettings
+    space: Space
+    calibration: Calibration
+    costs: CostModel
+    retention: dict[str, list[float]]
+    vocabularies: dict[int, tuple[int, ...]]
+
+    def judge(self, model: Model, texts: Sequence[Text]) -> Judge:
+        """For candidates on these texts."""
+        sampling = self.settings.sampling
+        replay = Replay(
+            model.decoder,
+            texts,
+            draft_length=self.settings.draft_length,
+            batch_positions=_BATCH_POSITIONS,
+            sampler=None if sampling is None else make_sampler_of(model, sampling),
+        )
+        return Judge(replay, self.costs, self.vocabularies)
+
+
+def open_study(
+    model: Model,
+    storage: BaseStorage,
+    name: str,
+    settings: SearchSettings,
+    prompts: Sequence[Any] | None,
+    costs: CostModel | None,
+    progress: Progress,
+) -> tuple[Prepared, Judge]:
+    """Join the study `name`, or create and prepare it; and the judge of its trials.
+
+    Raises:
+        SearchError: the study was made for another model, or with other settings, prompts or costs.
+        LayerSkipError: its texts cannot be written, or its costs not be measured.
+    """
+    with _quiet_optuna():
+        directions = [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE][: 1 if settings.objective == "speedup" else 2]
+        study = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
+    asked, worker = _identity(model, settings, prompts), uuid.uuid4().hex
+    if costs is not None and costs.num_blocks != model.decoder.num_blocks:
+        raise SettingError(f"got costs of {costs.num_blocks} blocks for a model of {model.decoder.num_blocks}.")
+    judge: Judge | None = None
+    while True:
+        kept = study.user_attrs.get("made_for")
+        if kept is not None:
+            _refuse_another(name, kept, asked)
+        if study.user_attrs.get("prepared"):
+            break
+        if _claim(study, worker):
+            try:
+                study.set_user_attr("made_for", asked)
+                if costs is not None and "costs" not in study.user_attrs:
+                    study.set_user_attr("costs", costs.to_dict())
+                judge = _prepare(model, study, settings, prompts, progress, worker)
+            finally:
+                study.set_user_attr("preparing", None)  # ended, or given up: whoever comes next may begin at once
+        else:
+            progress.message(f"another worker is preparing the study {name!r}; waiting for it")
+            time.sleep(_WAIT_S)
+    prepared = load_prepared(model, study, settings)
+    if costs is not None and costs != prepared.costs:
+        raise SearchError(
+            f"got the study {name!r}, which was made with other costs. Give it those, or none, or the new search a "
+            "name of its own (--study)."
+        )
+    return prepared, judge or prepared.judge(model, prepared.calibration.search)
+
+
+def load_prepared(model: Model, study: optuna.Study, settings: SearchSettings) -> Prepared:
+    """What a prepared study holds, with this worker's sampler and pruner."""
+    attributes = study.user_attrs
+    space = settings.space(model.decoder.num_blocks, model.decoder.vocab_size)
+    calibration = Calibration.from_dict(attributes["calibration"])
+    # Workers that share a seed would all try the same: each takes the next one.
+    worker = sum(1 for each in study.get_trials(deepcopy=False) if each.state in FINISHED)
+    study.sampler = make_sampler(settings.sampler, space, settings.seed + worker)
+    if settings.prune and settings.objective == "speedup":
+        with _quiet_optuna():
+            study.pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3)
+    return Prepared(
+        study,
+        settings,
+        space,
+        calibration,
+        CostModel.from_dict(attributes["costs"]),
+        attributes["retention"],
+        _vocabularies(model, space, calibration),
+    )
+
+
+def objective(prepared: Prepared, judge: Judge) -> Callable[[optuna.Trial], float | tuple[float, float]]:
+    """What a trial computes: Optuna's objective."""
+
+    def run(trial: optuna.Trial) -> float | tuple[float, float]:
+        began, passes = time.perf_counter(), judge.replay.block_passes
+        candidate = prepared.space.suggest(trial)
+        acceptances: list[Acceptance] = []
+        verdict: Verdict | None = None
+        try:
+            for batch in range(judge.replay.num_batches):
+                mine = judge.accept(candidate, batch)
+                acceptances += mine
+                verdict = judge.verdict(candidate, Acceptance.pooled(acceptances))
+                if prepared.settings.objective == "speedup":
+                    trial.report(_of_part(judge, verdict, mine), batch)
+                    if trial.should_prune() and batch + 1 < judge.replay.num_batches:
+                        raise optuna.TrialPruned
+        finally:
+            if verdict is not None:
+                _note(trial, verdict, time.perf_counter() - began, judge.replay.block_passes - passes)
+        assert verdict is not None
+        judge.judged[candidate] = verdict
+        if prepared.settings.objective == "speedup":
+            return verdict.speedup.ratio
+        return verdict.acceptance.rate, verdict.draft_ratio
+
+    return run
+
+
+def record_of(trial: FrozenTrial, space: Space) -> TrialRecord:
+    """A trial in our own words."""
+    found = trial.user_attrs.get("verdict", {})
+    # Those that others queue again carry the name of the first.
+    origin = trial.user_attrs.get("origin") or trial.system_attrs.get("fixed_params", {}) and "queued" or "sampler"
+    return TrialRecord(
+        number=trial.number,
+        state={TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(
+            trial.state, "running"
+        ),
+        origin=origin,
+        candidate=space.candidate(trial.params),
+        acceptance_by_offset=tuple(found.get("acceptance_by_offset", ())),
+        **{name: found.get(name) for name in _NOTED},
+    )
+
+
+def records_of(study: optuna.Study, space: Space) -> list[TrialRecord]:
+    """All trials, in their order; those that only wait in the queue are none yet."""
+    trials = study.get_trials(deepcopy=False)
+    return [record_of(each, space) for each in trials if each.state != TrialState.WAITING]
+
+
+_NOTED = ("acceptance_rate", "standard_error", "draft_ratio", "speedup", "num_draft_tokens", "seconds")
+
+
+def _note(trial: optuna.Trial, verdict: Verdict, seconds: float, block_passes: float) -> None:
+    trial.set_user_attr(
+        "verdict",
+        {
+            "acceptance_by_offset": verdict.acceptance.by_offset,
+            "acceptance_rate": verdict.acceptance.rate,
+            "standard_error": verdict.acceptance.standard_error,
+            "draft_ratio": verdict.draft_ratio,
+            "speedup": verdict.speedup.ratio,
+            "num_draft_tokens": verdict.speedup.num_draft_tokens,
+            "seconds": seconds,
+            "block_passes": block_passes,
+        },
+    )
+
+
+def _of_part(judge: Judge, verdict: Verdict, acceptances: Sequence[Acceptance]) -> float:
+    """The speed-up on one part of the texts, at the number of drafts that is best on all of them so far."""
+    length = verdict.speedup.num_draft_tokens
+    tokens = Acceptance.pooled(acceptances).tokens_per_round(length)
+    return tokens / (length * verdict.draft_ratio + judge.costs.verify_ratio(length + 1, verdict.candidate))
+
+
+def _prepare(
+    model: Model,
+    study: optuna.Study,
+    settings: SearchSettings,
+    prompts: Sequence[Any] | None,
+    progress: Progress,
+    worker: str,
+) -> Judge:
+    """Write into the study all that its workers share; what an earlier attempt has finished is kept."""
+
+    def stage(what: str, done: int, total: int) -> None:
+        study.set_user_attr("preparing", {"by": worker, "at": time.time()})
+        progress.stage(what, done, total)
+
+    space = settings.space(model.decoder.num_blocks, model.decoder.vocab_size)
+    if "calibration" not in study.user_attrs:
+        calibration = write_calibration(
+            model,
+            prompts,
+            positions=settings.positions,
+            held_out_positions=settings.held_out_positions,
+            new_tokens=settings.new_tokens,
+            seed=settings.seed,
+            sampling=settings.sampling,
+            notify=stage,
+        )
+        study.set_user_attr("calibration", calibration.to_dict())
+    calibration = Calibration.from_dict(study.user_attrs["calibration"])
+    if "costs" not in study.user_attrs:
+        costs = measure_costs(
+            model,
+            list(_vocabularies(model, space, calibration).values()),
+            draft_length=settings.draft_length,
+            context=settings.context,
+            notify=stage,
+        )
+        study.set_user_attr("costs", costs.to_dict())
+    study.set_user_attr("retention", {})
+    prepared = load_prepared(model, study, settings)
+    judge = prepared.judge(model, calibration.search)
+    stage("ranking sub-blocks", 0, 2)
+    retention = single_retention(judge, space)
+    study.set_user_attr("retention", retention)
+    stage("ranking sub-blocks", 1, 2)
+    for start in starts(judge, space, retention):
+        study.enqueue_trial(space.params(start.candidate), user_attrs={"origin": start.name}, skip_if_exists=True)
+    study.set_user_attr("start_block_passes", judge.replay.block_passes)
+    study.set_user_attr("prepared", True)
+    stage("ranking sub-blocks", 2, 2)
+    return judge
+
+
+def _claim(study: optuna.Study, worker: str) -> bool:
+    """Whether this worker is to prepare the study: nobody is at it, or who was has died."""
+    mark = study.user_attrs.get("preparing")
+    if mark is not None and time.time() - mark["at"] < _DEAD_S:
+        return False
+    study.set_user_attr("preparing", {"by": worker, "at": time.time()})
+    time.sleep(0.2)  # of workers that come at the same moment, the one whose mark was written last
+    mark = study.user_attrs.get("preparing")
+    return mark is not None and mark["by"] == worker
+
+
+def _vocabularies(model: Model, space: Space, calibration: Calibration) -> dict[int, tuple[int, ...]]:
+    """The most frequent ids of the texts that are searched on, for each size that may be chosen."""
+    ids = [token for text in calibration.search for token in text.continuation]
+    settings: Any = model.check([0], max_new_tokens=1).settings
+    ends = [token for token in settings.eos_token_id if token < model.decoder.vocab_size]
+    sizes = [size for size in space.vocabulary_sizes if size is not None]
+    return {size: most_frequent(ids, size, model.decoder.vocab_size, ends[:size]) for size in sizes}
+
+
+def _identity(model: Model, settings: SearchSettings, prompts: Sequence[Any] | None) -> dict[str, Any]:
+    """What a study is made for. Prompts by their hash; what costs were measured on by its kind."""
+    digest = None
+    if prompts is not None:
+        digest = hashlib.sha256(json.dumps(list(prompts), default=str).encode()).hexdigest()[:16]
+    return {
+        "format": _FORMAT,
+        "model": asdict(model.identity),
+        "runs_as": {"dtype": str(model.decoder.dtype).removeprefix("torch."), "device": model.decoder.device.type},
+        "settings": settings.to_dict(),
+        "prompts": {"sha256": digest},
+    }
+
+
+def _refuse_another(name: str, kept: dict[str, Any], asked: dict[str, Any]) -> None:
+    if kept.get("format") != asked["format"]:
+        raise SearchError(
+            f"got the study {name!r} in the format {kept.get('format')!r}; expected {asked['format']}. Begin a new one "
+            "(--study), or use the version of layerskip that it was made with."
+        )
+    for what, key in (("model", "model"), ("dtype or device", "runs_as"), ("setting", "settings")):
+        refuse_differences(name, kept[key], asked[key], what)
+    if asked["prompts"]["sha256"] is not None:  # a search that is resumed need not be given its prompts again
+        refuse_differences(name, kept["prompts"], asked["prompts"], "set of prompts")
+
+
+@contextmanager
+def _quiet_optuna() -> Iterator[None]:
+    """Without the lines that Optuna prints about each study, and what it says of parts that it may yet change."""
+    level = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(level)
