@@ -5,8 +5,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the search needs optuna: pip install "layerskip[search]"') from error
 
-from layerskip.search.find import find_plan
+from layerskip.search.find import find_plan, load_result
 from layerskip.search.result import SearchResult
 from layerskip.search.settings import Budget, SearchSettings
 
-__all__ = ["Budget", "SearchResult", "SearchSettings", "find_plan"]
+__all__ = ["Budget", "SearchResult", "SearchSettings", "find_plan", "load_result"]

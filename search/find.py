@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from layerskip.api import Model
-from layerskip.errors import SearchError, SettingError
+from layerskip.errors import SearchError, SettingError, did_you_mean
 from layerskip.plan import DraftPlan
 from layerskip.search.cost import CostModel
 from layerskip.search.front import pareto_front
@@ -25,10 +25,10 @@ from layerskip.search.progress import Progress, Silent
 from layerskip.search.result import HeldOut, SearchResult, TrialRecord
 from layerskip.search.settings import Budget, SearchSettings
 from layerskip.search.storage import close_storage, open_storage, redacted, run_trial
-from layerskip.search.study import FINISHED, Prepared, objective, open_study, record_of, records_of
+from layerskip.search.study import FINISHED, Prepared, objective, open_study, record_of, records_of, space_of
 from layerskip.search.trying import measure_speedup
 
-__all__ = ["find_plan"]
+__all__ = ["find_plan", "load_result"]
 
 Callback = Callable[[optuna.Study, FrozenTrial], None]
 """Optuna's kind of callback, called when a trial has ended."""
@@ -76,12 +76,11 @@ def find_plan(
     try:
         prepared, judge = open_study(model, opened, study, settings, prompts, costs, progress)
         run_trials(prepared, judge, budget, progress, callbacks)
-        result = conclude(model, prepared, measure, progress)
-        passes = judge.replay.block_passes
+        conclude(model, prepared, measure, progress, judge.replay.block_passes)
+        where = "memory" if storage is None else redacted(str(storage))
+        return _result(prepared.study, where, time.perf_counter() - began)
     finally:
         close_storage(opened)
-    where = "memory" if storage is None else redacted(str(storage))
-    return _finished(result, study, where, passes, time.perf_counter() - began)
 
 
 def run_trials(
@@ -106,15 +105,17 @@ def run_trials(
         progress.message("interrupted: the search ends with the trials that it has; interrupt again to leave at once")
 
 
-def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress) -> SearchResult:
-    """Take the best trial, look at it on the held-out texts, and put everything together.
+def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress, passes: float = 0.0) -> None:
+    """Take the best trial, look at it on the held-out texts, and write that into the study.
+
+    Args:
+        passes: sub-blocks that this worker has run over all texts.
 
     Raises:
         SearchError: no trial was finished.
     """
     records = records_of(prepared.study, prepared.space)
-    complete = [each for each in records if each.state == "complete"]
-    best = _best(complete)
+    best = _best(records)
     if best is None or best.num_draft_tokens is None:
         raise SearchError(
             f"got no finished trial among {len(records)}; expected one at least. Search longer (--budget), or on fewer "
@@ -125,21 +126,71 @@ def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress
     plan = _plan(model, prepared, best)
     if measure:
         measured = measure_speedup(model, plan, prepared.calibration.held_out, prepared.settings, progress.stage)
-        held_out = HeldOut(**{**_fields(held_out), "measured_speedup": measured})
-    pays = held_out.predicted_speedup.value > 1
-    plan = DraftPlan(**{**_fields(plan), "provenance": _provenance(model, prepared, best, held_out)})
+        held_out = replace(held_out, measured_speedup=measured)
+    plan = replace(plan, provenance=_provenance(prepared, best, held_out))
+    prepared.study.set_user_attr(
+        "conclusion",
+        {
+            "plan": plan.to_dict(),
+            "held_out": asdict(held_out),
+            "trial": best.number,
+            "model": model.name,
+            "block_passes": passes,
+        },
+    )
+
+
+def load_result(storage: str | Path, study: str, progress: Progress | None = None) -> SearchResult:
+    """The result of a search that has ended, from its storage alone.
+
+    Raises:
+        SearchError: there is no such study, or it has not come to a conclusion yet.
+    """
+    opened = open_storage(storage, notify=(progress or Silent()).message)
+    try:
+        names = optuna.get_all_study_names(opened)
+        if study not in names:
+            known = ", ".join(map(repr, names)) or "none at all"
+            raise SearchError(
+                f"got the study {study!r}; {redacted(str(storage))} has {known}.{did_you_mean(study, names)}"
+            )
+        return _result(optuna.load_study(study_name=study, storage=opened), redacted(str(storage)))
+    finally:
+        close_storage(opened)
+
+
+def _result(study: optuna.Study, storage: str, seconds: float = 0.0) -> SearchResult:
+    attributes = study.user_attrs
+    found = attributes.get("conclusion")
+    if found is None:
+        raise SearchError(
+            f"got the study {study.study_name!r}, which has come to no conclusion yet. Run the search again: it goes "
+            "on where it ended."
+        )
+    made_for, costs = attributes["made_for"], attributes["costs"]
+    records = records_of(study, space_of(study))
+    complete = [each for each in records if each.state == "complete"]
+    held_out = HeldOut.from_dict(found["held_out"])
     return SearchResult(
-        plan=plan,
-        pays=pays,
-        best=best,
+        plan=DraftPlan.from_dict(found["plan"]),
+        pays=held_out.predicted_speedup.value > 1,
+        best=next(each for each in records if each.number == found["trial"]),
         held_out=held_out,
         front=tuple(pareto_front(complete)),
         trials=tuple(records),
-        single_retention=prepared.retention,
-        costs=prepared.costs.to_dict(),
-        settings={**prepared.settings.to_dict(), "calibration": prepared.calibration.settings},
-        conditions={**prepared.costs.conditions, "model": model.name, "architecture": model.identity.architecture},
-        block_passes=prepared.study.user_attrs.get("start_block_passes", 0.0),
+        single_retention=attributes["retention"],
+        costs=costs,
+        settings={**made_for["settings"], "calibration": attributes["calibration"]["settings"]},
+        conditions={
+            **costs["conditions"],
+            **made_for["runs_as"],
+            "model": found["model"],
+            "architecture": made_for["model"]["architecture"],
+        },
+        study=study.study_name,
+        storage=storage,
+        block_passes=found["block_passes"],
+        seconds=seconds,
     )
 
 
@@ -155,13 +206,11 @@ def _plan(model: Model, prepared: Prepared, best: TrialRecord) -> DraftPlan:
     return best.candidate.plan(best.num_draft_tokens or 1, vocabulary, target=model.identity)
 
 
-def _provenance(model: Model, prepared: Prepared, best: TrialRecord, held_out: HeldOut) -> dict[str, Any]:
+def _provenance(prepared: Prepared, best: TrialRecord, held_out: HeldOut) -> dict[str, Any]:
     """How the plan was found and measured, in JSON values."""
-    import layerskip
-
     calibration = prepared.calibration
     return {
-        "made_by": f"layerskip {getattr(layerskip, '__version__', '')} search".replace("  ", " "),
+        "made_by": "layerskip search",
         "study": prepared.study.study_name,
         "trial": best.number,
         "origin": best.origin,
@@ -177,19 +226,3 @@ def _provenance(model: Model, prepared: Prepared, best: TrialRecord, held_out: H
         },
         "held_out": asdict(held_out),
     }
-
-
-def _finished(result: SearchResult, study: str, storage: str, passes: float, seconds: float) -> SearchResult:
-    return SearchResult(
-        **{
-            **_fields(result),
-            "study": study,
-            "storage": storage,
-            "block_passes": passes,
-            "seconds": seconds,
-        }
-    )
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}

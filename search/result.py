@@ -5,6 +5,7 @@ Plain data, to and from JSON; the report draws it, and knows nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,6 +71,17 @@ class HeldOut:
     tokens_per_round: Interval
     predicted_speedup: Interval
     measured_speedup: Interval | None = None
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> HeldOut:
+        """Read ``dataclasses.asdict`` of one."""
+        fields: dict[str, Any] = dict(content)
+        for name, value in content.items():
+            if isinstance(value, Mapping):
+                fields[name] = Interval(**value)
+            elif isinstance(value, list | tuple):
+                fields[name] = tuple(Interval(**each) for each in value)
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

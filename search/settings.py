@@ -122,6 +122,12 @@ class SearchSettings:
             sizes = (*sorted(set(self.vocabulary_sizes)), None)
         return Space(num_blocks, self.protect_first, self.protect_last, self.skips, self.exits, sizes)
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> SearchSettings:
+        """Read what `to_dict` wrote."""
+        sizes = content["vocabulary_sizes"]
+        return cls(**{**content, "vocabulary_sizes": None if sizes is None else tuple(sizes)})
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         sizes = None if self.vocabulary_sizes is None else list(self.vocabulary_sizes)

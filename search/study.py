@@ -39,7 +39,7 @@ from layerskip.search.space import Space
 from layerskip.search.starts import single_retention, starts
 from layerskip.search.texts import Calibration, Text
 
-__all__ = ["Prepared", "load_prepared", "objective", "open_study", "record_of", "records_of"]
+__all__ = ["Prepared", "load_prepared", "objective", "open_study", "record_of", "records_of", "space_of"]
 
 _FORMAT = 1
 _BATCH_POSITIONS = 512  # replayed at once, and between two questions whether a trial is worth going on with
@@ -197,6 +197,13 @@ def records_of(study: optuna.Study, space: Space) -> list[TrialRecord]:
     """All trials, in their order; those that only wait in the queue are none yet."""
     trials = study.get_trials(deepcopy=False)
     return [record_of(each, space) for each in trials if each.state != TrialState.WAITING]
+
+
+def space_of(study: optuna.Study) -> Space:
+    """What there was to choose in a study, by what it was made for."""
+    made_for = study.user_attrs["made_for"]
+    settings = SearchSettings.from_dict(made_for["settings"])
+    return settings.space(made_for["model"]["num_layers"], made_for["model"]["vocab_size"])
 
 
 _NOTED = ("acceptance_rate", "standard_error", "draft_ratio", "speedup", "num_draft_tokens", "seconds")

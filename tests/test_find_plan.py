@@ -10,7 +10,7 @@ import torch
 import layerskip
 from layerskip.errors import InputError, SearchError, SettingError
 from layerskip.models.synthetic import synthetic_model
-from layerskip.search import Budget, SearchSettings, find_plan
+from layerskip.search import Budget, SearchSettings, find_plan, load_result
 from layerskip.search.candidate import Candidate
 from layerskip.search.cost import CostModel, uniform_costs
 from layerskip.search.held_out import evaluate, expected_rounds
@@ -244,3 +244,12 @@ def test_numbers_that_are_not_finite() -> None:
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(layerskip.LayerSkipError, match="NaN"):
         search(layerskip.wrap(model))
+
+
+def test_a_result_is_read_from_its_storage(tmp_path: Path) -> None:
+    storage = tmp_path / "trials.db"
+    result = search(planted(), 5, storage=storage)
+    again = load_result(storage, "layerskip")
+    assert replace(again, seconds=0.0) == replace(result, seconds=0.0)
+    with pytest.raises(SearchError, match="Did you mean 'layerskip'"):
+        load_result(storage, "layerskp")
