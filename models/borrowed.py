@@ -44,6 +44,11 @@ class BorrowedModules:
         return module
 
     @property
+    def taken(self) -> list[nn.Module]:
+        """What was taken."""
+        return [module for module, _ in self._taken.values()]
+
+    @property
     def is_watched(self) -> bool:
         """Whether somebody expects to see a call of what was taken (`is_intercepted`)."""
         return any(intercepted for _, intercepted in self._taken.values())

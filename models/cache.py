@@ -11,6 +11,7 @@ The capacity is fixed for the cache's life. The caller states it; nothing grows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -65,6 +66,19 @@ class KVCache:
             entries.zero_()
         self.lengths = [0] * len(self.lengths)
         self._exact[:] = 0
+
+    @property
+    def entries(self) -> Sequence[Tensor]:
+        """Keys and values of each block, (batch, 2 * kv_heads, capacity, head_dim): all keys, then all values."""
+        return self._entries
+
+    def over(self, entries: Sequence[Tensor]) -> KVCache:
+        """The same cache through other tensors that stand for its `entries`, as those of a pass that is traced."""
+        other = copy(self)
+        other._entries = list(entries)
+        halves = [each.chunk(2, dim=1) for each in entries]
+        other.keys, other.values = [keys for keys, _ in halves], [values for _, values in halves]
+        return other
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from layerskip.models.block import Block
 from layerskip.models.borrowed import BorrowedModules
 from layerskip.models.cache import KVCache
 from layerskip.models.families import family_of, geometry_of, sliding_windows
-from layerskip.models.linears import Linears
+from layerskip.models.linears import Linears, versions
 from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import Preparation, prepare_linears
 from layerskip.models.rotary import Rotary
 from layerskip.models.span import HiddenSlots, Span
 
-__all__ = ["Decoder", "Head", "Step"]
+__all__ = ["Decoder", "Forward", "Head", "Step"]
 
 
 _KEPT_HEADS = 4  # partial heads; each is a copy of some rows of the matrix
@@ -53,6 +53,22 @@ class Head(NamedTuple):
     linears: Linears
     vocabulary: Tensor | None = None
     is_cut: bool = False
+
+
+class Forward(Protocol):
+    """Runs passes of fixed shapes: `Decoder.forward`, or what stands for it."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        starts: Tensor,
+        visible: int,
+        cache: KVCache,
+        path: Sequence[Step] | None = None,
+        head: Head | None = None,
+    ) -> Tensor:
+        """See `Decoder.forward`."""
+        ...
 
 
 class Decoder:
@@ -215,6 +231,36 @@ class Decoder:
         written = [step.block for step in path if step.attention]
         cache.note(written, span, self.num_blocks if exact_blocks is None else exact_blocks)
         return hidden
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        starts: Tensor,
+        visible: int,
+        cache: KVCache,
+        path: Sequence[Step] | None = None,
+        head: Head | None = None,
+    ) -> Tensor:
+        """A pass of fixed shapes, which asks the device for nothing: the logits behind each of `token_ids`.
+
+        Args:
+            starts: (batch,), int64, on the first block's device: where the tokens of each row begin.
+            visible: cache slots to read.
+            path: None: `full_path`.
+            head: None: the full one.
+
+        Returns:
+            (batch, tokens, ids). The cache keeps no books about such passes (`KVCache.note`).
+        """
+        span = self.span(starts, token_ids.shape[1], visible)
+        hidden = self.run(self.embed(token_ids), self.full_path if path is None else path, cache, span)
+        return self.logits(hidden, head)
+
+    def weights_state(self) -> Hashable:
+        """Equal as long as nobody has written to the weights; but for those that are packed, where that is refused."""
+        packed = {id(module) for group in self._linears if group.is_packed for module in group.modules}
+        return tuple(versions([each for module in self._modules.taken if id(module) not in packed
+                               for each in module.parameters()]))  # fmt: skip
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-__all__ = ["Activation", "Linears", "is_intercepted", "packing_obstacle"]
+__all__ = ["Activation", "Linears", "is_intercepted", "packing_obstacle", "versions"]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -64,6 +64,11 @@ class Linears:
     def gated(self, inputs: Tensor, activation: Activation) -> Tensor:
         """``activation(first) * second`` of two linears of one size."""
         return self._form.gated(inputs, activation)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `pack` was called."""
+        return isinstance(self._form, _Packed)
 
     def fuse(self, *, in_place: bool) -> None:
         """Make one matrix of all weights.
@@ -140,11 +145,11 @@ class Linears:
         """Whether other weights or biases were put into the modules, or those that were copied were written to."""
         now = self._parameters()
         replaced = any(ours is not theirs for ours, theirs in zip(self._read, now, strict=True))
-        return replaced or self._versions != _versions(self._copied)
+        return replaced or self._versions != versions(self._copied)
 
     def state(self) -> list[tuple[int, int]]:
         """Of the parameters that are read directly: where each lies, and how often it was written to."""
-        return _versions([each for each in self._read if each is not None])
+        return versions([each for each in self._read if each is not None])
 
     def _remember(self, *copies: Tensor) -> None:
         """Keep what the parameters were when they were read, or copied: weights into `copies`, biases if joined."""
@@ -152,7 +157,7 @@ class Linears:
         self._read = self._parameters()
         is_joined = not isinstance(self._form, _Apart)
         self._copied = [each for each in self._read if each is not None and (copies or (is_joined and each.dim() == 1))]
-        self._versions = _versions(self._copied)
+        self._versions = versions(self._copied)
 
     def _parameters(self) -> list[Tensor | None]:
         """Weights and biases of the modules that are read directly."""
@@ -236,7 +241,7 @@ def _is_direct(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and not is_intercepted(module)
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+def versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Where each lies and how often it was written to; torch counts no writes to `.data`, nor to inference tensors."""
     return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
 

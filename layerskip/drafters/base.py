@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip.draft import Draft
+from layerskip.models.decoder import Forward
 from layerskip.rules import AcceptanceRule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
@@ -72,8 +73,14 @@ class Drafter(Protocol):
 class Recordable(Protocol):
     """A drafter whose drafts of a fixed length can be recorded once and run again."""
 
-    def steps(self, state: DecodeState, count: int, visible: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Draft `count` tokens in every row, reading `visible` cache slots; returns what `draft_steps` does."""
+    def steps(
+        self, state: DecodeState, count: int, visible: int, forward: Forward
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Draft `count` tokens in every row, reading `visible` cache slots; returns what `draft_steps` does.
+
+        Args:
+            forward: runs passes of the target's decoder.
+        """
         ...
 
 

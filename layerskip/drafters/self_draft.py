@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import DraftContext, GoesOn, draft_chain, draft_steps
-from layerskip.models.decoder import Decoder, Step
+from layerskip.models.decoder import Decoder, Forward, Step
 from layerskip.models.span import Span
 from layerskip.state import DecodeState
 
@@ -66,11 +66,16 @@ class SelfDrafter:
             return draft
         return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)
 
-    def steps(self, state: DecodeState, count: int, visible: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    def steps(
+        self, state: DecodeState, count: int, visible: int, forward: Forward
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See `Recordable.steps`."""
+        path = self._exact + self._inexact
 
         def next_logits(offset: int) -> Tensor:
-            return self._step(state, self.decoder.span(state.indices(offset - 1), 1, visible))[1]
+            newest = state.indices(offset - 1)
+            token_ids = state.token_ids.gather(1, newest.unsqueeze(1))
+            return forward(token_ids, newest, visible, state.cache, path, self._head)
 
         return draft_steps(next_logits, self.context, state, count, self._head.vocabulary)
 
