@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from layerskip.compiled import CompiledForward
 from layerskip.drafters import DraftContext, Drafter
 from layerskip.engine import Engine
 from layerskip.governor import Always, FixedCosts, Governor, MeasuredCosts, Source, WorthIt
@@ -62,6 +63,7 @@ def build_engine(
     planned: Mapping[str, PlannedDrafter],
     tokenizer: PreTrainedTokenizerBase | None = None,
     pool: StaticPool | None = None,
+    compiled: CompiledForward | None = None,
 ) -> Engine:
     """Put together what `request` asks for.
 
@@ -69,6 +71,7 @@ def build_engine(
         planned: the drafters of the request's plan, by name; none: plain decoding.
         tokenizer: for stop strings.
         pool: of static rounds, kept from call to call.
+        compiled: the decoder's compiled passes, likewise.
 
     Raises:
         SettingError: an acceptance rule that does not exist, or stop strings without tokenizer.
@@ -90,7 +93,9 @@ def build_engine(
     )
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
-    rounds = take_rounds(decoder, request, context, capacity, pool or StaticPool())
+    rounds = take_rounds(
+        decoder, request, context, capacity, pool or StaticPool(), compiled or CompiledForward(decoder)
+    )
     if rounds.static is not None:
         state, context = rounds.static.state, rounds.static.context
         state.reset(request.prompts, limits)

@@ -174,8 +174,8 @@ class Engine:
         return drafts
 
     def _recorded(self) -> int:
-        """Programs recorded so far."""
-        return 0 if self.static is None else self.static.recorder.count
+        """Programs recorded or compiled so far."""
+        return 0 if self.static is None else self.static.count
 
     def _record_times(self, drafts: Mapping[str, Draft], width: int, laps: list[float], recorded: int) -> None:
         """Count the seconds of a round: deciding, each drafter, joining their drafts, verifying, all that follows."""

@@ -47,6 +47,11 @@ class CallOptions(TypedDict, total=False):
     cuda_graphs: None records rounds as CUDA graphs where that can be done, False never. True also runs rounds of the
         same fixed shapes where nothing can be recorded, as on a CPU (slower; for tests). ``stats.execution`` says what
         was done, and why not.
+    compile: run passes as programs that `torch.compile`'s inductor makes of them. The first pass of each shape is held
+        up by compiling it (a minute or two on a CPU, ``stats.recording_s``), and each program keeps a copy of the
+        weights it reads; later calls use it again (`Model.compiled`). Shapes differ by rows, by passes over one token
+        or over a whole draft, by what a draft leaves out, and by the text's length with `max_new_tokens`: up to 512
+        tokens, 1,024, and so on. What cannot be compiled is run as it is; ``stats.execution`` says why.
     """
 
     input_ids: Any
@@ -66,6 +71,7 @@ class CallOptions(TypedDict, total=False):
     acceptance_rule: str | None
     pass_width: int | None
     cuda_graphs: bool | None
+    compile: bool | None
     max_new_tokens: int | None
     max_length: int | None
     min_new_tokens: int | None
@@ -106,7 +112,7 @@ class Request:
         seeds: one a row.
         caller_processors, caller_criteria: transformers' objects that the caller brought.
         given_prompts: the prompts as a tensor, padding included, if they came as one.
-        governor, cost_ratios, cuda_graphs: see `CallOptions`.
+        governor, cost_ratios, cuda_graphs, compile: see `CallOptions`.
         pass_width: see `Engine`.
     """
 
@@ -121,6 +127,7 @@ class Request:
     cost_ratios: CostRatios = CostRatios()
     pass_width: int | None = None
     cuda_graphs: bool | None = None
+    compile: bool = False
     given_prompts: Tensor | None = None
 
     def padded_prompts(self, pad_token_id: int) -> Tensor:
@@ -168,7 +175,7 @@ def make_request(
     config, seed = given.pop("generation_config", None), given.pop("seed", None)
     processors, criteria = given.pop("logits_processor", None), given.pop("stopping_criteria", None)
     acceptance_rule, pass_width = given.pop("acceptance_rule", None), given.pop("pass_width", None)
-    cuda_graphs = given.pop("cuda_graphs", None)
+    cuda_graphs, compiled = given.pop("cuda_graphs", None), given.pop("compile", None)
     governor, cost_ratios = given.pop("governor", None), given.pop("cost_ratios", None)
     drafting = {name: given.pop(name) for name in ("plan", *_SWITCHES) if name in given}
     settings = resolve_settings(checkpoint_config, config, given, (*CallOptions.__annotations__, "streamer"))
@@ -177,6 +184,8 @@ def make_request(
     _check_governor(governor, cost_ratios, plan)
     if not isinstance(cuda_graphs, bool | None):
         raise SettingError(f"got cuda_graphs={cuda_graphs!r}; expected True, False, or None where it can be done.")
+    if not isinstance(compiled, bool | None):
+        raise SettingError(f"got compile={compiled!r}; expected True or False.")
     inputs, copies = input_ids if inputs is None else inputs, settings.num_return_sequences
     prompts = encode(inputs, tokenizer, attention_mask)
     _check_ids(settings, vocab_size)
@@ -194,6 +203,7 @@ def make_request(
         cost_ratios=cost_ratios or CostRatios(),
         pass_width=pass_width,
         cuda_graphs=cuda_graphs,
+        compile=bool(compiled),
         given_prompts=_as_given(inputs, copies),
     )
 

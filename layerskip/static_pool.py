@@ -12,14 +12,15 @@ from functools import partial
 
 from transformers import EtaLogitsWarper
 
+from layerskip.compiled import CompiledForward
 from layerskip.drafters.base import DraftContext
 from layerskip.errors import DecodingError, SettingError
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
-from layerskip.recording import make_recorder
+from layerskip.recording import Direct, make_recorder
 from layerskip.request import Request
 from layerskip.state import DecodeState
-from layerskip.static_rounds import StaticRounds
+from layerskip.static_rounds import TIERS, StaticRounds
 
 __all__ = ["Rounds", "StaticPool", "take_rounds"]
 
@@ -79,31 +80,59 @@ class Rounds:
     release: Callable[[], None] = lambda: None
 
 
-def take_rounds(decoder: Decoder, request: Request, context: DraftContext, capacity: int, pool: StaticPool) -> Rounds:
+def take_rounds(
+    decoder: Decoder,
+    request: Request,
+    context: DraftContext,
+    capacity: int,
+    pool: StaticPool,
+    compiled: CompiledForward,
+) -> Rounds:
     """Static rounds where the call wants them and they can serve it.
 
     Raises:
         DecodingError: there is no memory for the cache.
     """
-    is_wanted = decoder.device.type == "cuda" if request.cuda_graphs is None else request.cuda_graphs
-    obstacle = _obstacle(decoder, request, context) if is_wanted else None
-    if not is_wanted or obstacle is not None:
-        return Rounds(None, "eager" if obstacle is None else f"eager: {obstacle}")
-    capacity = -(-capacity // _CAPACITIES) * _CAPACITIES
+    records = decoder.device.type == "cuda" if request.cuda_graphs is None else request.cuda_graphs
+    if not (records or request.compile):
+        return Rounds(None, "eager")
+    obstacle = _obstacle(decoder, request, context)
+    if request.compile:
+        compiled.refresh()
+        # Without recording nothing is left to gain.
+        obstacle = obstacle or _compiling_obstacle(decoder) or (None if records else compiled.obstacle)
+    if obstacle is not None:
+        return Rounds(None, f"eager: {obstacle}")
+    most = request.plan.most_drafts if request.plan is not None else 0
+    capacity = _doubled(capacity + most) if request.compile else -(-capacity // _CAPACITIES) * _CAPACITIES
     sampling = tuple(getattr(request.settings, name) for name in _SAMPLING)
     own = tuple(request.caller_processors)  # by identity: what is recorded is what they computed
     plan = None if request.plan is None else replace(request.plan, provenance={}, target=None)
-    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan)
+    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan, request.compile, records)
     static = pool.take(key, capacity)
     if static is None:
         cache = _new_cache(decoder, len(request.prompts), capacity, pool)
         state = DecodeState(request.prompts, [0] * len(request.prompts), cache, decoder.device)
-        static = StaticRounds(decoder, state, context, make_recorder(decoder.device))
+        recorder = make_recorder(decoder.device) if records else Direct()
+        static = StaticRounds(
+            decoder,
+            state,
+            context,
+            recorder,
+            compiled=compiled if request.compile else None,
+            verified=tuple(sorted({0, most})) if request.compile else TIERS,
+        )
     else:
         # The noise of what was recorded is read from the seeds that it was recorded with.
         static.context.rule.reseed(context.rule)
         static.context = replace(context, rule=static.context.rule)
-    return Rounds(static, "static: CUDA graphs", partial(pool.give_back, key, static))
+    execution = "static: " + ", ".join(["compiled"] * request.compile + ["CUDA graphs"] * records)
+    return Rounds(static, execution, partial(pool.give_back, key, static))
+
+
+def _doubled(capacity: int) -> int:
+    """The least power of two times `_CAPACITIES` that holds `capacity`: few, because programs differ by it."""
+    return _CAPACITIES << ((capacity - 1) // _CAPACITIES).bit_length()
 
 
 def _new_cache(decoder: Decoder, batch: int, capacity: int, pool: StaticPool) -> KVCache:
@@ -125,4 +154,11 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
         return "pass_width has shapes of its own"
     if decoder.is_spread:
         return "the model is spread over several devices"
+    return None
+
+
+def _compiling_obstacle(decoder: Decoder) -> str | None:
+    """Why passes of `decoder` are not to be compiled; None: they may."""
+    if decoder.is_watched:
+        return "modules of the model have hooks, which compiled passes would not call"
     return None

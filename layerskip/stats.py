@@ -33,8 +33,8 @@ class DecodeStats:
         draft_s, verify_s: inside the drafter, and in the full model's passes.
         host_s: everything else of the rounds: distributions of the target, acceptance, stopping. (In static rounds
             acceptance is part of the recorded verification, and of `verify_s`.)
-        recording_s: whole rounds in which programs were recorded; no other time holds them.
-        execution: how rounds were run: "eager", or "static: …" with what recorded them.
+        recording_s: whole rounds in which programs were recorded or compiled; no other time holds them.
+        execution: how rounds were run: "eager", or "static: …" with what recorded or compiled them.
         costs: the governor's last estimates of what a draft and a verification pass cost; empty without one.
     """
 

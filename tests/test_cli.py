@@ -119,6 +119,11 @@ def test_plan_file_and_draft_model(generate, model, tmp_path):
     assert (printed["text"], printed["plan"]["draft_model"]) == (plain, str(tmp_path / "draft"))
 
 
+def test_compiling_is_asked_for(generate):
+    """Together with what cannot be compiled, so that nothing is."""
+    assert generate("--compile", "--pass-width", 4, PROMPT)["stats"]["execution"].startswith("eager: pass_width")
+
+
 SETTINGS_GIVEN = {
     "max_new_tokens": 9, "min_new_tokens": 2, "do_sample": True, "temperature": 0.7, "top_k": 11, "top_p": 0.9,
     "min_p": 0.01, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "eos_token_id": [7, 9],

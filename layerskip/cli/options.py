@@ -187,6 +187,13 @@ def add_decoding_options(parser: Any) -> None:
         metavar="N",
         help="run every pass over N tokens (at least K + 1), so that in bfloat16 too no bit depends on the draft",
     )
+    add(
+        "--compile",
+        action="store_const",
+        const=True,
+        help="have torch.compile's inductor make programs of the passes: faster steps after a minute or two of "
+        "compiling for each of a few programs; for long files of prompts",
+    )
 
 
 def decoding_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -198,7 +205,7 @@ def decoding_settings(options: argparse.Namespace) -> dict[str, Any]:
     ratios = {name: value for name, value in named.items() if value is not None}
     if ratios and options.governor != "fixed":
         raise SettingError("got --draft-cost or --verify-slope, which only --governor fixed uses; pass that too.")
-    own = given(options, (*SETTINGS, "acceptance_rule", "governor", "pass_width"))
+    own = given(options, (*SETTINGS, "acceptance_rule", "governor", "pass_width", "compile"))
     return own | ({"cost_ratios": CostRatios(**ratios)} if ratios else {})
 
 
