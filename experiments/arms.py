@@ -70,13 +70,20 @@ def our_arm(
     plan: layerskip.DraftPlan | None,
     governor: str | None = None,
     cuda_graphs: bool | None = None,
+    compile: bool = False,
 ) -> Arm:
     """Decoding by `layerskip`; without a plan plainly."""
 
     def call(rows: list[list[int]], new_tokens: int) -> Run:
         began = time.perf_counter()
         result = model.generate(
-            rows, plan=plan, governor=governor, cuda_graphs=cuda_graphs, do_sample=False, max_new_tokens=new_tokens
+            rows,
+            plan=plan,
+            governor=governor,
+            cuda_graphs=cuda_graphs,
+            compile=compile,
+            do_sample=False,
+            max_new_tokens=new_tokens,
         )
         call_s, stats = time.perf_counter() - began, result.stats
         # A pass serves all rows, and the statistics count it once a row: a plain row takes one for each token.
@@ -86,7 +93,7 @@ def our_arm(
     described = plan.to_dict() if plan is not None else None
     if described is not None and plan is not None and plan.draft_vocabulary is not None:
         described["draft_vocabulary"] = f"{len(plan.draft_vocabulary)} ids"  # listed, they would drown the rest
-    return Arm(name, call, {"plan": described, "governor": governor, "cuda_graphs": cuda_graphs})
+    return Arm(name, call, {"plan": described, "governor": governor, "cuda_graphs": cuda_graphs, "compile": compile})
 
 
 class _Clock:

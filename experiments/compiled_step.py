@@ -1,110 +1,120 @@
-"""What would `torch.compile` make of a plain step? The answer bounds what an option for it could give.
+"""What does the call option `compile` give, and what does it cost?
 
     python -m experiments.compiled_step --model "$(layerskip reference)"
 
-One step of a Llama in one graph, written for the purpose (no objects of ours, a mask over all slots, frozen weights),
-compiled with `max_autotune`, in turn with ours with packed weights behind the same context; and the seconds that
-compiling took, for one width of a pass. It knows Llama only and is no way to decode.
+The same prompt decoded plainly with and without it, in turn in one process with packed weights, after a warm-up that
+compiles; then single passes over one token and over several, compiled and as they are. Beside the times: how long
+compiling took, and the memory that stays with it.
 
 The last line is one JSON document, which is also appended to the results file.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor
-import torch.nn.functional as F
-from torch import Tensor
 
 import layerskip
+from experiments.arms import Arm, our_arm
 from experiments.conditions import conditions
-from experiments.measuring import interleaved
+from experiments.measuring import interleaved, resident_bytes
 from experiments.report import append
-from experiments.step_profile import CONTEXT, our_step, prepared, step_options
+from experiments.step_profile import CONTEXT, step_options
+from layerskip.errors import DecodingError
 
 __all__ = ["main"]
 
-SLOTS = 512  # cache slots of the compiled step
+NEW_TOKENS = 128
+PROMPT = "Explain in a few paragraphs how the tides work, and why there are two of them a day."
+SLOTS = 512  # cache slots of the passes
+WIDTHS = (1, 4)
 
 
-class WholeStep:
-    """A step as pure tensor code over the modules of `model`."""
-
-    def __init__(self, model: layerskip.Model) -> None:
-        """`model`: not prepared, so that its weights are ordinary ones."""
-        decoder, self._hf = model.decoder, model._hf_model
-        self._eps = self._hf.config.rms_norm_eps
-        self._heads, self._kv_heads, self._size = decoder.group * decoder.kv_heads, decoder.kv_heads, decoder.head_dim
-        shape = (1, 2 * self._kv_heads, SLOTS, self._size)
-        self._cache = [torch.zeros(shape, dtype=decoder.dtype) for _ in decoder.blocks]
-
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-        """Logits (1, 1, vocab) of the token at `position`."""
-        body: Any = self._hf.model
-        for layer, cache in zip(body.layers, self._cache, strict=True):
-            attention, normed = layer.self_attn, self._norm(hidden, layer.input_layernorm.weight)
-            heads = [
-                F.linear(normed, each.weight).view(1, 1, -1, self._size)
-                for each in (attention.q_proj, attention.k_proj, attention.v_proj)
-            ]
-            queries, keys = (each * cos + each.roll(self._size // 2, -1) * sin for each in heads[:2])
-            cache[:, : self._kv_heads].index_copy_(2, position, keys.transpose(1, 2))
-            cache[:, self._kv_heads :].index_copy_(2, position, heads[2].transpose(1, 2))
-            folded = queries.reshape(1, self._kv_heads, -1, self._size)
-            seen = cache[:, : self._kv_heads], cache[:, self._kv_heads :]
-            mixed = F.scaled_dot_product_attention(folded, *seen, attn_mask=mask).reshape(1, 1, -1)
-            hidden = hidden + F.linear(mixed, attention.o_proj.weight)
-            normed, mlp = self._norm(hidden, layer.post_attention_layernorm.weight), layer.mlp
-            gated = F.silu(F.linear(normed, mlp.gate_proj.weight)) * F.linear(normed, mlp.up_proj.weight)
-            hidden = hidden + F.linear(gated, mlp.down_proj.weight)
-        head: Any = self._hf.lm_head
-        return F.linear(self._norm(hidden, body.norm.weight), head.weight)
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        wide = hidden.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)).to(hidden.dtype)
+def decoding(model: layerskip.Model, repeats: int) -> dict[str, list[float]]:
+    """Tokens a second of each call, plain and compiled in turn."""
+    messages = [{"role": "user", "content": PROMPT}]
+    rows = [model.check(messages).prompts[0]]
+    arms = [our_arm("as it is", model, None), our_arm("compiled", model, None, compile=True)]
+    for arm in arms:
+        arm.call(rows, NEW_TOKENS)
+    for repeat in range(repeats):
+        for arm in arms[:: 1 if repeat % 2 else -1]:
+            arm.runs.append(arm.call(rows, NEW_TOKENS))
+    _check(arms[1])
+    return {arm.name: [run.tokens_per_s for run in arm.runs] for arm in arms}
 
 
-@torch.no_grad()
+def _check(arm: Arm) -> None:
+    stats = arm.runs[-1].stats
+    if stats is None or stats.execution != "static: compiled":
+        raise DecodingError(f"got passes that are not compiled ({stats and stats.execution}); nothing is measured.")
+
+
+@torch.inference_mode()
+def passes(model: layerskip.Model, repeats: int) -> dict[str, float]:
+    """Seconds of a pass behind `CONTEXT` tokens, by width, as it is and compiled."""
+    decoder = model.decoder
+    with torch.inference_mode(False):
+        cache = decoder.new_cache(1, SLOTS)
+    starts = torch.tensor([CONTEXT])
+
+    def as_it_is(ids: torch.Tensor) -> None:
+        span = decoder.span([CONTEXT], ids.shape[1])
+        decoder.logits(decoder.run(decoder.embed(ids), decoder.full_path, cache, span)).max(dim=-1).indices.tolist()
+        cache.commit([CONTEXT])
+
+    def compiled(ids: torch.Tensor) -> None:
+        model.compiled(ids, starts, SLOTS, cache).max(dim=-1).indices.tolist()
+
+    decoder.run(decoder.embed(torch.full((1, CONTEXT), 5)), decoder.full_path, cache, decoder.span([0], CONTEXT))
+    cache.commit([CONTEXT])
+    programs: dict[str, Callable[[], object]] = {}
+    for width in WIDTHS:
+        ids = torch.full((1, width), 5)
+        programs[f"{width}, as it is"] = lambda ids=ids: as_it_is(ids)
+        programs[f"{width}, compiled"] = lambda ids=ids: compiled(ids)
+    return interleaved(decoder.device, programs, repeats)
+
+
 def main() -> None:
     """Compile, time in turn, print and append."""
     options = step_options(__doc__, "compiled_step")
     torch.set_num_threads(options.threads)
-    plain, packed = prepared(options.model, options.dtype), prepared(options.model, options.dtype, huge_pages=True)
-    decoder = plain.decoder
-    cos, sin = (table[None, CONTEXT : CONTEXT + 1, None] for table in decoder._rotary.tables(SLOTS, decoder.device))
-    mask = torch.zeros(SLOTS, dtype=decoder.dtype).masked_fill_(torch.arange(SLOTS) > CONTEXT, float("-inf"))
-    inputs = (
-        decoder.embed(torch.tensor([[5]])), cos, sin, torch.tensor([CONTEXT]), mask.expand(1, 1, decoder.group, SLOTS)
-    )  # fmt: skip
-    step, began = WholeStep(plain), time.perf_counter()
-    with inductor.patch(freezing=True, max_autotune=True):
-        compiled = torch.compile(step, fullgraph=True, dynamic=False)
-        compiled(*inputs)
-    compiling_s = time.perf_counter() - began
-    ours = our_step(packed)
-
-    def our_program() -> None:
-        with torch.inference_mode():
-            ours()
-
-    programs = {"ours, packed": our_program, "compiled": lambda: compiled(*inputs).max(dim=-1).indices.tolist()}
-    seconds = interleaved(decoder.device, programs, options.repeats)
-    for name, lap in seconds.items():
-        print(f"{name}: {1e3 * lap:.1f} ms")
-    print(f"ours ÷ compiled: {seconds['ours, packed'] / seconds['compiled']:.2f}; compiling took {compiling_s:.0f} s")
+    model = layerskip.load(options.model, dtype=options.dtype)
+    before = resident_bytes()
+    tokens_per_s = decoding(model, max(1, options.repeats // 4))
+    programs: dict[str, Any] = {"one token": {"seconds": model.compiled.seconds, "bytes": _grown(before)}}
+    before, seconds = resident_bytes(), model.compiled.seconds
+    pass_s = passes(model, options.repeats)
+    programs["all others"] = {"seconds": model.compiled.seconds - seconds, "bytes": _grown(before)}
+    for name, rates in tokens_per_s.items():
+        print(f"{name}: {median(rates):.1f} tokens/s")
+    ratio = median(theirs / ours for ours, theirs in zip(*tokens_per_s.values(), strict=True))
+    print(f"compiled ÷ as it is: {ratio:.2f}; {model.compiled.count} programs")
+    for name, lap in pass_s.items():
+        print(f"a pass over {name}: {1e3 * lap:.1f} ms")
+    for name, cost in programs.items():
+        print(f"compiling {name}: {cost['seconds']:.0f} s, {(cost['bytes'] or 0) / 1e6:.0f} MB")
     document = {
         "experiment": "compiled_step",
-        "conditions": conditions(plain, []),
+        "conditions": conditions(model, [PROMPT]),
         "context": CONTEXT,
         "slots": SLOTS,
-        "step_s": seconds,
-        "compiling_s": compiling_s,
+        "tokens_per_s": tokens_per_s,
+        "ratio": ratio,
+        "pass_s": pass_s,
+        "programs": programs,
     }
     append(options.results, document)
+
+
+def _grown(before: int | None) -> int | None:
+    """Resident memory above `before`."""
+    now = resident_bytes()
+    return None if before is None or now is None else now - before
 
 
 if __name__ == "__main__":

@@ -20,7 +20,15 @@ from layerskip.recording import CudaGraphs, Recorder
 from layerskip.static_rounds import SLOTS
 from layerskip.timing import Stopwatch
 
-__all__ = ["PeakMemory", "draft_costs", "interleaved", "machine_bandwidth", "pass_costs", "watched_memory"]
+__all__ = [
+    "PeakMemory",
+    "draft_costs",
+    "interleaved",
+    "machine_bandwidth",
+    "pass_costs",
+    "resident_bytes",
+    "watched_memory",
+]
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXT = 200  # committed tokens behind which passes are timed
@@ -177,7 +185,7 @@ def watched_memory(device: torch.device) -> Iterator[PeakMemory]:
         yield peak
         peak.bytes, peak.how = torch.cuda.max_memory_allocated(device) - before, "torch.cuda.max_memory_allocated"
         return
-    start = _resident()
+    start = resident_bytes()
     if start is None:
         yield peak
         return
@@ -185,7 +193,7 @@ def watched_memory(device: torch.device) -> Iterator[PeakMemory]:
 
     def sample() -> None:
         while not ended.wait(0.002):
-            seen.append(_resident() or 0)
+            seen.append(resident_bytes() or 0)
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
@@ -197,7 +205,7 @@ def watched_memory(device: torch.device) -> Iterator[PeakMemory]:
     peak.bytes, peak.how = max(seen) - start, "resident memory, sampled every 2 ms"
 
 
-def _resident() -> int | None:
+def resident_bytes() -> int | None:
     """Bytes of this process that are in memory."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * getpagesize()
