@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
 from layerskip.api import Model
@@ -44,6 +45,7 @@ def find_plan(
     settings: SearchSettings | None = None,
     costs: CostModel | None = None,
     measure: bool = True,
+    heartbeat_s: int = 60,
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> SearchResult:
@@ -59,6 +61,8 @@ def find_plan(
         costs: what steps and passes cost, for a plan that is to run elsewhere; None: measured here, when the study
             begins.
         measure: decode some of the held-out texts in earnest too, for a measured speed-up; about a minute on a CPU.
+        heartbeat_s: seconds between two signs of life of a running trial; after three without one, other workers take it
+            for dead and try it again.
         progress: is told how it goes.
         callbacks: Optuna's, after each trial.
 
@@ -71,8 +75,12 @@ def find_plan(
     budget, settings, progress = Budget.parse(budget), settings or SearchSettings(), progress or Silent()
     if not isinstance(study, str) or not study.strip() or len(study) > 512:
         raise SettingError(f"got study={study!r}; expected a name of 1 to 512 characters.")
+    if type(heartbeat_s) is not int or not 1 <= heartbeat_s <= 3600:
+        raise SettingError(f"got heartbeat_s={heartbeat_s!r}; expected an integer of 1 to 3600 seconds.")
     began = time.perf_counter()
-    opened = optuna.storages.InMemoryStorage() if storage is None else open_storage(storage, notify=progress.message)
+    opened: BaseStorage = optuna.storages.InMemoryStorage()
+    if storage is not None:
+        opened = open_storage(storage, notify=progress.message, heartbeat_interval=heartbeat_s)
     try:
         prepared, judge = open_study(model, opened, study, settings, prompts, costs, progress)
         run_trials(prepared, judge, budget, progress, callbacks)

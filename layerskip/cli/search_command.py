@@ -61,6 +61,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--budget", default="200 trials", metavar="B", help="10m, 1.5h, or '200 trials' (the default)")
     parser.add_argument("--storage", metavar="FILE|URL", help="where trials are kept (default: a file beside the plan)")
     parser.add_argument("--study", metavar="NAME", help="the search's name there (default: the model's)")
+    parser.add_argument(
+        "--heartbeat",
+        type=positive,
+        default=60,
+        metavar="SECONDS",
+        help="between signs of life of a trial; a worker silent for three is taken for dead (default: 60)",
+    )
     parser.add_argument("--no-measure", action="store_true", help="decode nothing with the plan at the end")
     group = parser.add_argument_group("what is searched")
     group.add_argument("--objective", choices=("speedup", "front"), help="front: acceptance against cost")
@@ -140,6 +147,7 @@ def _run(options: argparse.Namespace) -> int:
             study=study,
             settings=settings,
             measure=not options.no_measure,
+            heartbeat_s=options.heartbeat,
             progress=progress,
         )
     _refuse_another_plan(options.out, study)
