@@ -61,8 +61,8 @@ def find_plan(
         costs: what steps and passes cost, for a plan that is to run elsewhere; None: measured here, when the study
             begins.
         measure: decode some of the held-out texts in earnest too, for a measured speed-up; about a minute on a CPU.
-        heartbeat_s: seconds between two signs of life of a running trial; after three without one, other workers take it
-            for dead and try it again.
+        heartbeat_s: seconds between two signs of life of a running trial; after three without one, other workers take
+            it for dead and try it again.
         progress: is told how it goes.
         callbacks: Optuna's, after each trial.
 
