@@ -39,6 +39,7 @@ def write_calibration(
     *,
     positions: int = 8192,
     held_out_positions: int = 4096,
+    frequency_positions: int = 0,
     new_tokens: int = 128,
     seed: int = 0,
     sampling: Mapping[str, Any] | None = None,
@@ -47,67 +48,58 @@ def write_calibration(
     """Let the model answer prompts until there are enough positions to search on, and others to report on.
 
     Args:
-        prompts: strings, chat messages or lists of token ids; None: the model writes them. Every other one, in an order
-            drawn by `seed`, is for the report.
-        positions, held_out_positions: drafts to be tried in each half.
+        prompts: strings, chat messages or lists of token ids; None: the model writes them. What each is for is drawn by
+            `seed`.
+        positions, held_out_positions, frequency_positions: tokens of answers for each use (`Calibration`).
         new_tokens: of an answer, at most; twice and more as many if there are few prompts.
         sampling: decoding settings that answers are drawn with (``{"temperature": 0.7}``); None: greedily.
         notify: see `Notify`.
 
     Raises:
         SettingError: a number below 1, or settings that look at the tokens before a position (penalties).
-        InputError: less than two prompts that the model has room to answer, or answers of one token only.
+        InputError: fewer prompts that the model has room to answer than uses, or answers of one token only.
     """
     counts = {"positions": positions, "held_out_positions": held_out_positions, "new_tokens": new_tokens}
-    for name, value in counts.items():
-        if type(value) is not int or value < (2 if name == "new_tokens" else 1):
-            raise SettingError(
-                f"got {name}={value!r}; expected an integer of at least {2 if name == 'new_tokens' else 1}."
-            )
+    for name, value, least in [(name, counts[name], 2 if name == "new_tokens" else 1) for name in counts]:
+        if type(value) is not int or value < least:
+            raise SettingError(f"got {name}={value!r}; expected an integer of at least {least}.")
     if sampling is not None:
         make_sampler_of(model, sampling)
-    settings: dict[str, Any] = {"do_sample": False} if sampling is None else {"do_sample": True, **sampling}
-    wanted = {"search": positions, "held_out": held_out_positions}
+    wanted = {"search": positions, "held_out": held_out_positions, "frequency": frequency_positions}
+    wanted = {name: count for name, count in wanted.items() if count}
+    total = sum(wanted.values())
     if prompts is None:
-        source, rows = (
-            "written by the model",
-            _written_rows(model, sum(wanted.values()) // new_tokens + 2, seed, notify),
-        )
+        source, rows = "written by the model", _written_rows(model, total // new_tokens + len(wanted), seed, notify)
     else:
         source, rows = "given prompts", _given_rows(model, prompts, seed)
-        if len(rows) < 2:
-            raise InputError(
-                f"got {len(rows)} prompt(s) that the model has room to answer; expected two or more: one half is "
-                "searched on, the other reported on. Give more or shorter prompts, or none: it then writes its own."
-            )
-        new_tokens = min(512, max(new_tokens, 2 + sum(wanted.values()) // len(rows)))
-    longest = max(2, model.decoder.max_positions // 2)
-    parts: dict[str, list[Text]] = {"search": [], "held_out": []}
-    found = {"search": 0, "held_out": 0}
-    # Halves in proportion: with enough of one, prompts go to the other.
+    if len(rows) < len(wanted):
+        raise InputError(
+            f"got {len(rows)} prompt(s) that the model has room to answer; expected {len(wanted)} or more, one for each "
+            f"use: {', '.join(wanted)}. Give more or shorter prompts, or none: the model then writes its own."
+        )
+    new_tokens = min(512, max(new_tokens, 2 + total // len(rows)))
+    options: dict[str, Any] = {"do_sample": sampling is not None, **(sampling or {})}
+    options["max_new_tokens"] = min(new_tokens, max(2, model.decoder.max_positions // 2))
+    parts: dict[str, list[Text]] = {name: [] for name in ("search", "held_out", "frequency")}
+    found = dict.fromkeys(wanted, 0)
     for batch in _batched(rows):
         if all(found[name] >= wanted[name] for name in wanted):
             break
-        answers = model.generate(batch, max_new_tokens=min(new_tokens, longest), seed=seed, **settings)
+        answers = model.generate(batch, seed=seed, **options)
         for prompt, answer in zip(batch, answers.new_token_ids, strict=True):
             if len(answer) > 1:
-                name = min(wanted, key=lambda each: found[each] / wanted[each])
+                name = min(wanted, key=lambda each: found[each] / wanted[each])  # all fill up alike
                 parts[name].append(Text(tuple(prompt), tuple(answer)))
                 found[name] += len(answer) - 1
-        notify("writing calibration texts", min(sum(found.values()), sum(wanted.values())), sum(wanted.values()))
-    if not parts["search"] or not parts["held_out"]:
+        notify("writing calibration texts", min(sum(found.values()), total), total)
+    if not all(parts[name] for name in wanted):
         raise InputError(
-            "got answers of one token only, in which nothing can be drafted; expected longer ones. Give prompts "
-            "that ask for text."
+            f"got {sum(map(len, parts.values()))} answer(s) of more than one token, in which something can be drafted; "
+            f"expected {len(wanted)} or more. Give prompts that ask for text."
         )
-    about = {
-        "source": source,
-        "new_tokens": new_tokens,
-        "seed": seed,
-        "sampling": dict(sampling or {}) or None,
-        **counts,
-    }
-    return Calibration(tuple(parts["search"]), tuple(parts["held_out"]), about)
+    about = {"source": source, "seed": seed, "sampling": dict(sampling or {}) or None, **counts}
+    about |= {"frequency_positions": frequency_positions, "new_tokens": new_tokens}
+    return Calibration(tuple(parts["search"]), tuple(parts["held_out"]), tuple(parts["frequency"]), about)
 
 
 def make_sampler_of(model: Model, sampling: Mapping[str, Any]) -> Sampler:
@@ -147,13 +139,7 @@ def write_prompts(model: Model, count: int, seed: int = 0) -> list[list[int]]:
 
 def _written_rows(model: Model, count: int, seed: int, notify: Notify) -> list[list[int]]:
     notify("writing prompts", 0, count)
-    rows = write_prompts(model, count, seed)
-    if len(rows) < 2:
-        raise InputError(
-            f"got {len(rows)} prompt(s) from the model itself, which says the same again and again; expected two or "
-            "more. Give prompts (--prompts FILE)."
-        )
-    return rows
+    return write_prompts(model, count, seed)
 
 
 def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[int]]:

@@ -58,6 +58,7 @@ class SearchSettings:
         seed: of the sampler, the order of prompts, and texts that the model writes.
         positions, held_out_positions: drafts to be tried on the texts that are searched and reported on. 8,192 give
             acceptance with a standard error below 0.01, whatever it is.
+        frequency_positions: tokens to count ids in, for draft vocabularies.
         new_tokens: of a calibration text, at most.
         draft_length: most drafts a round.
         context: positions behind which costs are measured.
@@ -72,6 +73,7 @@ class SearchSettings:
     seed: int = 0
     positions: int = 8192
     held_out_positions: int = 4096
+    frequency_positions: int = 4096
     new_tokens: int = 128
     draft_length: int = 6
     context: int = 256
@@ -93,7 +95,7 @@ class SearchSettings:
             raise SettingError(f"got objective={self.objective!r}; expected 'speedup' or 'front'.")
         if self.sampler not in SAMPLERS:
             make_sampler(self.sampler, Space(4))  # says what there is
-        for name in ("positions", "held_out_positions", "draft_length", "context"):
+        for name in ("positions", "held_out_positions", "frequency_positions", "draft_length", "context"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise SettingError(f"got {name}={value!r}; expected an integer of at least 1.")

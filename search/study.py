@@ -39,7 +39,16 @@ from layerskip.search.space import Space
 from layerskip.search.starts import single_retention, starts
 from layerskip.search.texts import Calibration, Text
 
-__all__ = ["Prepared", "load_prepared", "objective", "open_study", "record_of", "records_of", "space_of"]
+__all__ = [
+    "Prepared",
+    "load_prepared",
+    "objective",
+    "open_study",
+    "queue_starts",
+    "record_of",
+    "records_of",
+    "space_of",
+]
 
 _FORMAT = 1
 _BATCH_POSITIONS = 512  # replayed at once, and between two questions whether a trial is worth going on with
@@ -253,6 +262,7 @@ def _prepare(
             prompts,
             positions=settings.positions,
             held_out_positions=settings.held_out_positions,
+            frequency_positions=settings.frequency_positions if len(space.vocabulary_sizes) > 1 else 0,
             new_tokens=settings.new_tokens,
             seed=settings.seed,
             sampling=settings.sampling,
@@ -272,16 +282,20 @@ def _prepare(
     study.set_user_attr("retention", {})
     prepared = load_prepared(model, study, settings)
     judge = prepared.judge(model, calibration.search)
-    stage("ranking sub-blocks", 0, 2)
-    retention = single_retention(judge, space)
-    study.set_user_attr("retention", retention)
-    stage("ranking sub-blocks", 1, 2)
-    for start in starts(judge, space, retention):
-        study.enqueue_trial(space.params(start.candidate), user_attrs={"origin": start.name}, skip_if_exists=True)
+    stage("ranking sub-blocks", 0, 1)
+    study.set_user_attr("retention", queue_starts(study, judge, space))
     study.set_user_attr("start_block_passes", judge.replay.block_passes)
     study.set_user_attr("prepared", True)
-    stage("ranking sub-blocks", 2, 2)
+    stage("ranking sub-blocks", 1, 1)
     return judge
+
+
+def queue_starts(study: optuna.Study, judge: Judge, space: Space) -> dict[str, list[float]]:
+    """Queue the candidates to begin with; returns what leaving out single sub-blocks does (`single_retention`)."""
+    retention = single_retention(judge, space)
+    for start in starts(judge, space, retention):
+        study.enqueue_trial(space.params(start.candidate), user_attrs={"origin": start.name}, skip_if_exists=True)
+    return retention
 
 
 def _claim(study: optuna.Study, worker: str) -> bool:
@@ -296,8 +310,8 @@ def _claim(study: optuna.Study, worker: str) -> bool:
 
 
 def _vocabularies(model: Model, space: Space, calibration: Calibration) -> dict[int, tuple[int, ...]]:
-    """The most frequent ids of the texts that are searched on, for each size that may be chosen."""
-    ids = [token for text in calibration.search for token in text.continuation]
+    """The most frequent ids, for each size that may be chosen."""
+    ids = [token for text in calibration.frequency for token in text.token_ids]
     settings: Any = model.check([0], max_new_tokens=1).settings
     ends = [token for token in settings.eos_token_id if token < model.decoder.vocab_size]
     sizes = [size for size in space.vocabulary_sizes if size is not None]

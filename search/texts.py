@@ -1,7 +1,8 @@
 """What the search looks at: prompts, and what the model itself answers to them.
 
-A draft is accepted when it says what the model says, so acceptance is measured on the model's own answers only. One
-half of the texts is searched on, the other is for the report.
+A draft is accepted when it says what the model says, so acceptance is measured on the model's own answers only. Some
+texts are searched on, others reported on, and others again say which ids are frequent: a draft vocabulary covers the
+texts that it was counted on better than any other.
 """
 
 from __future__ import annotations
@@ -35,34 +36,41 @@ class Text:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts to search on, and others to report on.
+    """Texts for three uses.
 
     Attributes:
+        search: to compare candidates on.
+        held_out: to report on.
+        frequency: to count ids in, for draft vocabularies.
         settings: how they were written: source, sampling, seed.
     """
 
     search: tuple[Text, ...]
     held_out: tuple[Text, ...]
+    frequency: tuple[Text, ...]
     settings: dict[str, Any]
 
     @property
     def digest(self) -> str:
         """Of all token ids, by which two calibrations are told apart."""
         content = self.to_dict()
-        return hashlib.sha256(json.dumps([content["search"], content["held_out"]]).encode()).hexdigest()[:16]
+        texts = [content[name] for name in ("search", "held_out", "frequency")]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return {
             "search": [[list(text.prompt), list(text.continuation)] for text in self.search],
             "held_out": [[list(text.prompt), list(text.continuation)] for text in self.held_out],
+            "frequency": [[list(text.prompt), list(text.continuation)] for text in self.frequency],
             "settings": self.settings,
         }
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Calibration:
         """Read what `to_dict` wrote."""
-        return cls(_texts(content["search"]), _texts(content["held_out"]), content["settings"])
+        search, held_out, frequency = (_texts(content[name]) for name in ("search", "held_out", "frequency"))
+        return cls(search, held_out, frequency, content["settings"])
 
 
 def _texts(rows: Iterable[Sequence[Sequence[int]]]) -> tuple[Text, ...]:

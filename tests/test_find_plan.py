@@ -22,7 +22,14 @@ from layerskip.search.texts import Text
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, prompt, tiny_model
 
 SMALL = SearchSettings(
-    positions=96, held_out_positions=64, new_tokens=16, draft_length=3, context=16, vocabulary_sizes=(), protect_first=0
+    positions=96,
+    held_out_positions=64,
+    frequency_positions=64,
+    new_tokens=16,
+    draft_length=3,
+    context=16,
+    vocabulary_sizes=(),
+    protect_first=0,
 )
 PROMPTS = [prompt(length, seed=length)[0].tolist() for length in range(4, 16)]
 

@@ -29,6 +29,7 @@ The same command again goes on where it ended; with a database it may run on man
 _COUNTS = {
     "positions": "drafts to try on the texts that are searched (default: 8192)",
     "held_out_positions": "drafts to try on the texts that are reported on (default: 4096)",
+    "frequency_positions": "tokens to count ids in, for draft vocabularies (default: 4096)",
     "new_tokens": "of a calibration text, at most (default: 128)",
     "draft_length": "most drafts a round (default: 6)",
     "context": "positions behind which costs are measured (default: 256)",
