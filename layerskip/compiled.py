@@ -65,12 +65,18 @@ class CompiledForward:
         with self._lock:
             self._programs, self.obstacle = {}, None
 
-    def refresh(self) -> None:
-        """Let go of programs whose weights were written to since; for the start of a call."""
-        weights = self._decoder.weights_state()
-        if weights != self._weights:
-            self.clear()
-            self._weights = weights
+    def refresh(self) -> bool:
+        """Let go of programs whose weights were written to since; for the start of a call.
+
+        Returns:
+            Whether there were any: what was recorded with them is void too.
+        """
+        weights, had_any = self._decoder.weights_state(), bool(self._programs)
+        if weights == self._weights:
+            return False
+        self.clear()
+        self._weights = weights
+        return had_any
 
     def __call__(
         self,

@@ -98,7 +98,8 @@ def take_rounds(
         return Rounds(None, "eager")
     obstacle = _obstacle(decoder, request, context)
     if request.compile:
-        compiled.refresh()
+        if compiled.refresh():
+            pool.clear()
         # Without recording nothing is left to gain.
         obstacle = obstacle or _compiling_obstacle(decoder) or (None if records else compiled.obstacle)
     if obstacle is not None:
