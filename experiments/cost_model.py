@@ -2,8 +2,8 @@
 
     python -m experiments.cost_model --model "$(layerskip reference)"
 
-The costs of a few paths are measured once, as a search does; those of random skip sets, exits and draft vocabularies are
-then put together from them, and compared with rounds of real decoding along each, all in turn.
+The costs of a few paths are measured once, as a search does; those of random skip sets, exits and draft vocabularies
+are then put together from them, and compared with rounds of real decoding along each, all in turn.
 
 Prints a table, and as its last line one JSON document, which is also appended to the results file.
 """

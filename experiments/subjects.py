@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Subject:
 
     Attributes:
         name: of one of `GEOMETRIES`, or a checkpoint folder or hub id.
-        agreement, from_block: see `synthetic_model`.
+        agreement, from_block, redundant: see `synthetic_model`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Subject:
     device: torch.device
     agreement: float | None = None
     from_block: int | None = None
+    redundant: Mapping[str, Sequence[int]] | None = None
 
     @property
     def is_geometry(self) -> bool:
@@ -74,7 +76,14 @@ class Subject:
         return model
 
     def _synthetic(self) -> PreTrainedModel:
-        return synthetic_model(self.name, self.dtype, self.device, agreement=self.agreement, from_block=self.from_block)
+        return synthetic_model(
+            self.name,
+            self.dtype,
+            self.device,
+            agreement=self.agreement,
+            from_block=self.from_block,
+            redundant=self.redundant,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ agreement between an exit and the whole model can be planted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def _geometry(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, voc
 
 GEOMETRIES: Mapping[str, Mapping[str, Any]] = {
     "tiny": _geometry(64, 128, 4, 4, 2, 512, max_position_embeddings=1024),  # for tests
+    "tiny-deep": _geometry(64, 128, 12, 4, 2, 512, max_position_embeddings=1024),  # for searches in tests
     "smollm2-135m": _geometry(576, 1536, 30, 9, 3, 49_152, tie_word_embeddings=True),
     "llama-1b": _geometry(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True),  # Llama-3.2-1B
     "llama-8b": _geometry(4096, 14_336, 32, 32, 8, 128_256),  # Llama-3-8B
@@ -51,6 +52,7 @@ def synthetic_model(
     agreement: float | None = None,
     seed: int = 0,
     from_block: int | None = None,
+    redundant: Mapping[str, Sequence[int]] | None = None,
 ) -> LlamaForCausalLM:
     """A Llama of the geometry `name`, in evaluation mode and without gradients.
 
@@ -65,6 +67,7 @@ def synthetic_model(
             it: measure the acceptance that it gives.
         seed: of the weights; the same on a device of the same kind.
         from_block: where the planted blocks begin; None: the second half.
+        redundant: plant the agreement into single sub-blocks instead: ``{"attention": layers, "mlp": layers}``.
 
     Raises:
         SettingError: an unknown name, an agreement out of range, or a block that does not exist.
@@ -79,14 +82,23 @@ def synthetic_model(
         raise SettingError(
             f"got from_block={from_block!r} for a geometry of {layers} blocks; expected 1 to {layers - 1}."
         )
+    if redundant is not None and from_block is not None:
+        raise SettingError("got both from_block and redundant, which each say where to plant; expected one of them.")
+    behind = range(layers // 2 if from_block is None else from_block, layers)
+    planted = {"attention": behind, "mlp": behind} if redundant is None else redundant
+    if planted.keys() - {"attention", "mlp"} or any(
+        each not in range(layers) for own in planted.values() for each in own
+    ):
+        raise SettingError(f"got redundant={redundant!r}; expected layers below {layers} for 'attention' and 'mlp'.")
     model = _allocated(LlamaConfig(**GEOMETRIES[name]), dtype, torch.device(device))
     _fill(model, seed)
     if agreement:
         with torch.no_grad():
             blocks: Any = model.model.layers
-            for block in blocks[layers // 2 if from_block is None else from_block :]:
-                block.self_attn.o_proj.weight.mul_(1 - agreement)
-                block.mlp.down_proj.weight.mul_(1 - agreement)
+            for layer in planted.get("attention", ()):
+                blocks[layer].self_attn.o_proj.weight.mul_(1 - agreement)
+            for layer in planted.get("mlp", ()):
+                blocks[layer].mlp.down_proj.weight.mul_(1 - agreement)
     return model
 
 

@@ -80,6 +80,16 @@ def test_the_planted_set_is_found(sampler: str) -> None:
     json.dumps(result.to_dict())
 
 
+def test_a_planted_set_of_sub_blocks_is_found() -> None:
+    """Of 24 sub-blocks seven add nothing: the search must leave out these, and no other."""
+    redundant = {"attention": [2, 5, 6, 9], "mlp": [3, 6, 10]}
+    model = layerskip.wrap(synthetic_model("tiny-deep", torch.float64, agreement=1.0, redundant=redundant))
+    result = search(model, 60, replace(SMALL, positions=192))
+    assert result.best.candidate == Candidate.of(12, redundant["attention"], redundant["mlp"])
+    assert result.held_out.acceptance_rate.value == 1.0
+    assert result.single_retention["mlp"][3] == 1.0 > result.single_retention["mlp"][4]
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_rounds_are_those_of_real_decoding(family: str) -> None:
     model = layerskip.wrap(tiny_model(family))

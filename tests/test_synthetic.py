@@ -68,10 +68,13 @@ def test_agreement_is_planted_where_it_is_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "llama-1"}, "expected one of tiny, smollm2-135m, llama-1b, llama-8b. Did you mean 'llama-1b'"),
+        ({"name": "llama-1"}, "expected one of tiny, tiny-deep, smollm2-135m, llama-1b, llama-8b. Did you mean 'llama-1b'"),
         ({"agreement": 1.5}, "got agreement=1.5; expected a number from 0"),
         ({"agreement": float("nan")}, "got agreement=nan"),
         ({"agreement": "high"}, "got agreement='high'"),
+        ({"redundant": {"attention": [4]}}, "layers below 4"),
+        ({"redundant": {"norm": [1]}}, "for 'attention' and 'mlp'"),
+        ({"redundant": {"mlp": [1]}, "from_block": 2}, "got both from_block and redundant"),
         ({"from_block": 4}, "got from_block=4 for a geometry of 4 blocks; expected 1 to 3"),
     ],
 )
