@@ -17,6 +17,7 @@ from layerskip.compiled import CompiledForward
 from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfDrafter
 from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
+from layerskip.governor import Source
 from layerskip.identity import ModelIdentity, identify
 from layerskip.models.decoder import Decoder
 from layerskip.models.inspection import Inspection, inspect_model
@@ -275,7 +276,10 @@ class Model:
             path = plan.path(self.decoder.num_blocks)
             make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary)
             ids = None if plan.draft_vocabulary is None else len(plan.draft_vocabulary)
-            planned["self"] = PlannedDrafter(make, self.inspection.draft_cost(path, ids), plan.num_draft_tokens)
+            ratio = plan.draft_ratio or self.inspection.draft_cost(path, ids)
+            # What a search found is no hope but knowledge, until the text at hand says otherwise.
+            priors = plan.acceptance_by_offset or Source.priors
+            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, priors)
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()

@@ -7,6 +7,7 @@ its file's format (`plan_file.py`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -160,6 +161,23 @@ class DraftPlan:
         return self.draft_model is None and self.num_draft_tokens > 0
 
     @property
+    def acceptance_by_offset(self) -> tuple[float, ...] | None:
+        """Chance of each draft to be accepted if all before it were, as its search found it on texts not searched on.
+
+        None: its provenance does not say.
+        """
+        found = self.provenance.get("acceptance_by_offset")
+        if not isinstance(found, (list, tuple)) or not found or not all(_is_number(each, 1.0) for each in found):
+            return None
+        return tuple(map(float, found))
+
+    @property
+    def draft_ratio(self) -> float | None:
+        """Cost of a draft step in plain steps, as its search measured it; None: its provenance does not say."""
+        found = self.provenance.get("draft_ratio")
+        return float(found) if found and _is_number(found, math.inf) else None
+
+    @property
     def most_drafts(self) -> int:
         """Most tokens that a round may draft."""
         return max(self.num_draft_tokens, self.lookup_tokens)
@@ -302,6 +320,11 @@ def _probability(name: str, value: Any) -> float:
     if not is_number or not 0 <= value <= 1:
         raise _refused(name, value, "a probability from 0 to 1")
     return float(value)
+
+
+def _is_number(value: Any, most: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and 0 <= value <= most
 
 
 def _refused(name: str, value: Any, expected: str) -> PlanError:

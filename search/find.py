@@ -26,6 +26,7 @@ from layerskip.search.progress import Progress, Silent
 from layerskip.search.result import HeldOut, SearchResult, TrialRecord
 from layerskip.search.settings import Budget, SearchSettings
 from layerskip.search.storage import close_storage, open_storage, redacted, run_trial
+from layerskip.search.storage_faults import Notify
 from layerskip.search.study import FINISHED, Prepared, objective, open_study, record_of, records_of, space_of
 from layerskip.search.trying import measure_speedup
 
@@ -61,8 +62,8 @@ def find_plan(
         costs: what steps and passes cost, for a plan that is to run elsewhere; None: measured here, when the study
             begins.
         measure: decode some of the held-out texts in earnest too, for a measured speed-up; about a minute on a CPU.
-        heartbeat_s: seconds between two signs of life of a running trial; after three without one, other workers take
-            it for dead and try it again.
+        heartbeat_s: seconds between two signs of life of a running trial, and of a study's preparation; after three
+            without one, other workers take it for dead and do it again.
         progress: is told how it goes.
         callbacks: Optuna's, after each trial.
 
@@ -82,7 +83,7 @@ def find_plan(
     if storage is not None:
         opened = open_storage(storage, notify=progress.message, heartbeat_interval=heartbeat_s)
     try:
-        prepared, judge = open_study(model, opened, study, settings, prompts, costs, progress)
+        prepared, judge = open_study(model, opened, study, settings, prompts, costs, progress, heartbeat_s)
         run_trials(prepared, judge, budget, progress, callbacks)
         conclude(model, prepared, measure, progress, judge.replay.block_passes)
         where = "memory" if storage is None else redacted(str(storage))
@@ -148,13 +149,18 @@ def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress
     )
 
 
-def load_result(storage: str | Path, study: str, progress: Progress | None = None) -> SearchResult:
+def load_result(storage: str | Path, study: str, notify: Notify | None = None) -> SearchResult:
     """The result of a search that has ended, from its storage alone.
 
+    Args:
+        notify: is told whenever a database has to be waited for; None: a warning is logged.
+
     Raises:
-        SearchError: there is no such study, or it has not come to a conclusion yet.
+        SearchError: there is no such storage or study, or it has not come to a conclusion yet.
     """
-    opened = open_storage(storage, notify=(progress or Silent()).message)
+    if "://" not in str(storage) and not Path(storage).expanduser().exists():
+        raise SearchError(f"got the storage {storage}, which does not exist. Check the path.")  # and make no new one
+    opened = open_storage(storage, notify=notify)
     try:
         names = optuna.get_all_study_names(opened)
         if study not in names:
@@ -226,6 +232,7 @@ def _provenance(prepared: Prepared, best: TrialRecord, held_out: HeldOut) -> dic
         "conditions": prepared.costs.conditions,
         "calibration": {**calibration.settings, "sha256": calibration.digest},
         "draft_ratio": best.draft_ratio,
+        "acceptance_by_offset": [each.value for each in held_out.acceptance_by_offset],
         "verify_ratio": prepared.costs.verify_ratio((best.num_draft_tokens or 1) + 1, best.candidate),
         "searched": {
             "acceptance_rate": best.acceptance_rate,

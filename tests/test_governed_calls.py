@@ -108,6 +108,11 @@ class TestFixedCosts:
         cheap, dear = (self.generate(model, CostRatios(draft=each)).stats for each in (0.01, 0.6))
         assert cheap.proposed / cheap.rounds > dear.proposed / dear.rounds
 
+    def test_begin_with_what_the_plans_search_measured(self):
+        hopeless = {"acceptance_by_offset": [0.02], "draft_ratio": 0.5}
+        assert self.generate(DraftPlan.exit(3), None).stats.proposed > 0
+        assert self.generate(DraftPlan.exit(3, provenance=hopeless), None).stats.proposed == 0
+
     def test_are_in_the_statistics(self):
         costs = self.generate(DraftPlan.exit(3, lookup_tokens=4), CostRatios(draft=0.3)).stats.costs
         assert (costs["unit"], costs["draft"]) == ("plain steps", {"self": 0.3, "lookup": 0.0})

@@ -389,3 +389,20 @@ class TestIdentity:
         for index, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) * 0.01 + index)
         assert identify(model).weights == "5cdcdb2b321d5561a1eaee2e42e72671"
+
+
+@pytest.mark.parametrize(
+    ("provenance", "acceptance", "ratio"),
+    [
+        ({}, None, None),
+        ({"acceptance_by_offset": [0.9, 0.5], "draft_ratio": 0.4}, (0.9, 0.5), 0.4),
+        ({"acceptance_by_offset": [], "draft_ratio": 0}, None, None),
+        ({"acceptance_by_offset": [0.9, 1.5], "draft_ratio": float("nan")}, None, None),
+        ({"acceptance_by_offset": "0.9", "draft_ratio": "0.4"}, None, None),
+        ({"acceptance_by_offset": [True], "draft_ratio": True}, None, None),
+        ({"acceptance_by_offset": [None], "draft_ratio": -1}, None, None),
+    ],
+)
+def test_what_a_search_measured_is_read_if_it_makes_sense(provenance, acceptance, ratio):
+    plan = DraftPlan.exit(2, provenance=provenance)
+    assert (plan.acceptance_by_offset, plan.draft_ratio) == (acceptance, ratio)
