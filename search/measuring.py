@@ -17,9 +17,11 @@ from layerskip.errors import SettingError
 from layerskip.plan import DraftPlan
 from layerskip.search.candidate import Candidate
 from layerskip.search.cost import CostModel
+from layerskip.search.settings import SearchSettings
 
-__all__ = ["measure_costs", "measure_rounds"]
+__all__ = ["context_for", "longest_context", "measure_costs", "measure_rounds"]
 
+_ROUNDS = 12
 _WARM_UP = 2  # rounds that are not counted: kernels are chosen, programs recorded, caches filled
 
 
@@ -29,7 +31,7 @@ def measure_costs(
     *,
     draft_length: int = 6,
     context: int = 256,
-    rounds: int = 12,
+    rounds: int = _ROUNDS,
     notify: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> CostModel:
     """Measure what steps and passes cost behind `context` tokens, at batch 1, on this device.
@@ -43,14 +45,12 @@ def measure_costs(
     Raises:
         SettingError: a number below 1, or a context that the model has no room for.
     """
-    room = model.decoder.max_positions - (rounds + _WARM_UP) * (draft_length + 1) - 2
-    for name, value, most in (
-        ("context", context, room),
-        ("rounds", rounds, 10**4),
-        ("draft_length", draft_length, 64),
-    ):
+    for name, value, most in (("rounds", rounds, 10**4), ("draft_length", draft_length, 64)):
         if type(value) is not int or not 1 <= value <= most:
             raise SettingError(f"got {name}={value!r}; expected an integer from 1 to {most}.")
+    longest = longest_context(model, draft_length, rounds)
+    if type(context) is not int or not 1 <= context <= longest:
+        raise SettingError(f"got context={context!r}; expected an integer from 1 to {longest}.")
     blocks = model.decoder.num_blocks
     candidates = _designs(blocks)
     plans = [each.plan(2) for each in candidates]
@@ -72,6 +72,35 @@ def measure_costs(
         verify_s=tuple(each.verify_s for each in (seconds[0], *seconds[1 + len(plans) :])),
         conditions=_conditions(model, context, rounds),
     )
+
+
+def longest_context(model: Model, draft_length: int, rounds: int = _ROUNDS) -> int:
+    """The most tokens behind which the model has room for the rounds that are measured.
+
+    Raises:
+        SettingError: it has no room for these at all.
+    """
+    longest = model.decoder.max_positions - (rounds + _WARM_UP) * (draft_length + 1) - 2
+    if longest < 1:
+        raise SettingError(
+            f"got draft_length={draft_length} on a model of {model.decoder.max_positions} positions, which leaves no "
+            f"room to measure {rounds} rounds in; expected shorter drafts."
+        )
+    return longest
+
+
+def context_for(model: Model, settings: SearchSettings) -> int:
+    """Where costs are measured: what is set, but the default gives way to a model of few positions.
+
+    Raises:
+        SettingError: there is no room for that; said before an hour is spent on the texts.
+    """
+    longest = longest_context(model, settings.draft_length)
+    if settings.context > longest and settings.context != SearchSettings.context:
+        raise SettingError(
+            f"got context={settings.context}; expected an integer from 1 to {longest}, for which this model has room."
+        )
+    return min(settings.context, longest)
 
 
 class RoundTimes:

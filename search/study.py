@@ -10,10 +10,9 @@ import hashlib
 import json
 import logging
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,9 +26,10 @@ from layerskip.draft_vocabulary import most_frequent
 from layerskip.errors import SearchError, SettingError
 from layerskip.search.acceptance import Acceptance
 from layerskip.search.calibration import make_sampler_of, write_calibration
+from layerskip.search.claim import Claim, Overtaken
 from layerskip.search.cost import CostModel
 from layerskip.search.judge import Judge, Verdict
-from layerskip.search.measuring import measure_costs
+from layerskip.search.measuring import context_for, measure_costs
 from layerskip.search.progress import Progress
 from layerskip.search.replay import Replay
 from layerskip.search.result import TrialRecord
@@ -53,7 +53,6 @@ __all__ = [
 _FORMAT = 1
 _BATCH_POSITIONS = 512  # replayed at once, and between two questions whether a trial is worth going on with
 _WAIT_S = 2.0
-_DEAD_S = 300.0  # a preparation that has not shown a sign of life for so long has died
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -94,37 +93,37 @@ def open_study(
     prompts: Sequence[Any] | None,
     costs: CostModel | None,
     progress: Progress,
+    heartbeat_s: float = 60.0,
 ) -> tuple[Prepared, Judge]:
     """Join the study `name`, or create and prepare it; and the judge of its trials.
+
+    Args:
+        heartbeat_s: between two signs of life of the worker that prepares it.
 
     Raises:
         SearchError: the study was made for another model, or with other settings, prompts or costs.
         LayerSkipError: its texts cannot be written, or its costs not be measured.
     """
     with _quiet_optuna():
-        directions = [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE][: 1 if settings.objective == "speedup" else 2]
+        directions = _directions(settings.objective)
         study = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
-    asked, worker = _identity(model, settings, prompts), uuid.uuid4().hex
+    asked = _identity(model, settings, prompts)
     if costs is not None and costs.num_blocks != model.decoder.num_blocks:
         raise SettingError(f"got costs of {costs.num_blocks} blocks for a model of {model.decoder.num_blocks}.")
-    judge: Judge | None = None
-    while True:
-        kept = study.user_attrs.get("made_for")
-        if kept is not None:
-            _refuse_another(name, kept, asked)
-        if study.user_attrs.get("prepared"):
-            break
-        if _claim(study, worker):
-            try:
-                study.set_user_attr("made_for", asked)
-                if costs is not None and "costs" not in study.user_attrs:
-                    study.set_user_attr("costs", costs.to_dict())
-                judge = _prepare(model, study, settings, prompts, progress, worker)
-            finally:
-                study.set_user_attr("preparing", None)  # ended, or given up: whoever comes next may begin at once
-        else:
+    judge, claim, waits = None, Claim(study, heartbeat_s), False
+    while not study.user_attrs.get("prepared"):
+        if claim.take():
+            with suppress(Overtaken), claim:
+                if not study.user_attrs.get("prepared"):  # just now, by whom we saw at it
+                    _begin(study, asked, costs)
+                    judge = _prepare(model, study, settings, prompts, progress, claim)
+            continue
+        _refuse_another(name, study.user_attrs.get("made_for", asked), asked)
+        if not waits:
             progress.message(f"another worker is preparing the study {name!r}; waiting for it")
-            time.sleep(_WAIT_S)
+        waits = True
+        time.sleep(_WAIT_S)
+    _refuse_another(name, study.user_attrs["made_for"], asked)
     prepared = load_prepared(model, study, settings)
     if costs is not None and costs != prepared.costs:
         raise SearchError(
@@ -241,22 +240,62 @@ def _of_part(judge: Judge, verdict: Verdict, acceptances: Sequence[Acceptance]) 
     return tokens / (length * verdict.draft_ratio + judge.costs.verify_ratio(length + 1, verdict.candidate))
 
 
+def _directions(objective: str) -> list[StudyDirection]:
+    return [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE][: 1 if objective == "speedup" else 2]
+
+
+def _begin(study: optuna.Study, asked: dict[str, Any], costs: CostModel | None) -> None:
+    """Note what the study is made for. What an attempt that did not come to its end has left is kept if it fits.
+
+    Raises:
+        SearchError: the study has trials already, for something else, or other objectives.
+    """
+    kept = study.user_attrs
+    is_empty = not study.get_trials(deepcopy=False) and study.directions == _directions(asked["settings"]["objective"])
+    if not is_empty and "made_for" not in kept:
+        raise SearchError(
+            f"got the study {study.study_name!r}, which is no search of layerskip. Give the search a name of its own "
+            "(--study)."
+        )
+    try:
+        _refuse_another(study.study_name, kept.get("made_for", asked), asked)
+    except SearchError:
+        if not is_empty:
+            raise
+        kept = {}  # a setting, say, that was refused: the corrected one begins anew
+        study.set_user_attr("calibration", None)
+        study.set_user_attr("costs", None)
+    if kept.get("calibration") is None:
+        study.set_user_attr("made_for", asked)
+    if costs is not None and kept.get("costs") is None:
+        study.set_user_attr("costs", costs.to_dict())
+
+
 def _prepare(
     model: Model,
     study: optuna.Study,
     settings: SearchSettings,
     prompts: Sequence[Any] | None,
     progress: Progress,
-    worker: str,
+    claim: Claim,
 ) -> Judge:
-    """Write into the study all that its workers share; what an earlier attempt has finished is kept."""
+    """Write into the study all that its workers share; what an earlier attempt has finished is kept.
+
+    Raises:
+        Overtaken: by another worker.
+    """
 
     def stage(what: str, done: int, total: int) -> None:
-        study.set_user_attr("preparing", {"by": worker, "at": time.time()})
+        claim.confirm()
         progress.stage(what, done, total)
 
+    def keep(name: str, value: Any) -> None:
+        claim.confirm()
+        study.set_user_attr(name, value)
+
     space = settings.space(model.decoder.num_blocks, model.decoder.vocab_size)
-    if "calibration" not in study.user_attrs:
+    context = context_for(model, settings)
+    if study.user_attrs.get("calibration") is None:
         calibration = write_calibration(
             model,
             prompts,
@@ -268,24 +307,24 @@ def _prepare(
             sampling=settings.sampling,
             notify=stage,
         )
-        study.set_user_attr("calibration", calibration.to_dict())
+        keep("calibration", calibration.to_dict())
     calibration = Calibration.from_dict(study.user_attrs["calibration"])
-    if "costs" not in study.user_attrs:
+    if study.user_attrs.get("costs") is None:
         costs = measure_costs(
             model,
             list(_vocabularies(model, space, calibration).values()),
             draft_length=settings.draft_length,
-            context=settings.context,
+            context=context,
             notify=stage,
         )
-        study.set_user_attr("costs", costs.to_dict())
-    study.set_user_attr("retention", {})
+        keep("costs", costs.to_dict())
+    keep("retention", {})
     prepared = load_prepared(model, study, settings)
     judge = prepared.judge(model, calibration.search)
     stage("ranking sub-blocks", 0, 1)
-    study.set_user_attr("retention", queue_starts(study, judge, space))
-    study.set_user_attr("start_block_passes", judge.replay.block_passes)
-    study.set_user_attr("prepared", True)
+    keep("retention", queue_starts(study, judge, space))
+    keep("start_block_passes", judge.replay.block_passes)
+    keep("prepared", True)
     stage("ranking sub-blocks", 1, 1)
     return judge
 
@@ -296,17 +335,6 @@ def queue_starts(study: optuna.Study, judge: Judge, space: Space) -> dict[str, l
     for start in starts(judge, space, retention):
         study.enqueue_trial(space.params(start.candidate), user_attrs={"origin": start.name}, skip_if_exists=True)
     return retention
-
-
-def _claim(study: optuna.Study, worker: str) -> bool:
-    """Whether this worker is to prepare the study: nobody is at it, or who was has died."""
-    mark = study.user_attrs.get("preparing")
-    if mark is not None and time.time() - mark["at"] < _DEAD_S:
-        return False
-    study.set_user_attr("preparing", {"by": worker, "at": time.time()})
-    time.sleep(0.2)  # of workers that come at the same moment, the one whose mark was written last
-    mark = study.user_attrs.get("preparing")
-    return mark is not None and mark["by"] == worker
 
 
 def _vocabularies(model: Model, space: Space, calibration: Calibration) -> dict[int, tuple[int, ...]]:
