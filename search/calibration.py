@@ -8,6 +8,7 @@ seed.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,8 +75,9 @@ def write_calibration(
         source, rows = "given prompts", _given_rows(model, prompts, seed)
     if len(rows) < len(wanted):
         raise InputError(
-            f"got {len(rows)} prompt(s) that the model has room to answer; expected {len(wanted)} or more, one for each "
-            f"use: {', '.join(wanted)}. Give more or shorter prompts, or none: the model then writes its own."
+            f"got {len(rows)} different prompt(s) that the model has room to answer; expected {len(wanted)} or more, "
+            f"one for each use: {', '.join(wanted)}. Give more or shorter prompts, or none: the model then writes its "
+            "own."
         )
     new_tokens = min(512, max(new_tokens, 2 + total // len(rows)))
     options: dict[str, Any] = {"do_sample": sampling is not None, **(sampling or {})}
@@ -143,7 +145,7 @@ def _written_rows(model: Model, count: int, seed: int, notify: Notify) -> list[l
 
 
 def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[int]]:
-    """Each prompt as token ids, in an order drawn by the seed; those too long to be answered are left out."""
+    """The different prompts as token ids, in an order drawn by the seed; those too long to be answered are left out."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
         raise InputError(
             f"got prompts of type {type(prompts).__name__}; expected a list of strings, chats or token ids."
@@ -153,9 +155,17 @@ def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[in
     wrong = next((token for row in rows for token in row if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise InputError(f"got token id {wrong} in a prompt; expected ids from 0 to {vocab_size - 1}.")
-    rows = [row for row in rows if len(row) <= most]
-    random.Random(seed).shuffle(rows)
-    return rows
+    # Each once: a prompt that is searched on must not be reported on too.
+    different = [list(row) for row in dict.fromkeys(map(tuple, rows))]
+    answerable = [row for row in different if len(row) <= most]
+    if 0 < len(answerable) < len(different):
+        warnings.warn(
+            f"{len(different) - len(answerable)} of {len(different)} prompts are left out: they have more than {most} "
+            "tokens, half of what the model has room for",
+            stacklevel=2,
+        )
+    random.Random(seed).shuffle(answerable)
+    return answerable
 
 
 def _batched(rows: Sequence[list[int]]) -> Iterator[list[list[int]]]:
