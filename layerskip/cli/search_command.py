@@ -120,6 +120,10 @@ def _run(options: argparse.Namespace) -> int:
     from layerskip.search.report import write_report
 
     budget = Budget.parse(options.budget)
+    if options.temperature is not None and options.temperature <= 0:
+        raise SettingError(
+            f"got --temperature {options.temperature}; expected a number above 0. For greedy texts leave it out."
+        )
     sampling = given(options, _SAMPLING)
     named: dict[str, Any] = given(options, ("objective", "sampler", "seed", *_COUNTS, *_LAYERS))
     if options.draft_vocabularies is not None:
@@ -133,8 +137,10 @@ def _run(options: argparse.Namespace) -> int:
     )
     lines = None if options.prompts is None else read_prompts(options.prompts)
     study = options.study or Path(options.model).name or "layerskip"
-    _refuse_another_plan(options.out, study)
+    if _refuse_another_plan(options.out, study):
+        note(f"{options.out} is from an earlier run of this search and will be replaced")
     folder = options.report or options.out.with_name(options.out.stem + "-report")
+    _refuse_a_file(folder)
     storage = options.storage or options.out.with_name(options.out.stem + "-search.db")
     model = load_model(options)
     chat = options.chat if options.chat is not None else bool(getattr(model.tokenizer, "chat_template", None))
@@ -163,21 +169,27 @@ def _run_report(options: argparse.Namespace) -> int:
     from layerskip.search import load_result
     from layerskip.search.report import write_report
 
-    result = load_result(options.storage, options.study)
+    _refuse_a_file(options.report)
+    result = load_result(options.storage, options.study, notify=note)
     page = write_report(result, options.report)
     print("\n".join(_summary(result)))
     print(f"report: {page}")
     return 0
 
 
-def _refuse_another_plan(out: Path, study: str) -> None:
-    """The plan of an earlier run of this study may be replaced, nothing else."""
+def _refuse_a_file(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise SettingError(f"got --report {folder}, which is a file; expected a folder, or one to be made.")
+
+
+def _refuse_another_plan(out: Path, study: str) -> bool:
+    """The plan of an earlier run of this study may be replaced, nothing else; returns whether there is one."""
     from layerskip.plan import DraftPlan
 
     if not out.exists():
         if not out.absolute().parent.is_dir():
             raise SettingError(f"got --out {out}, whose folder does not exist. Make it, or name another.")
-        return
+        return False
     try:
         made_by = DraftPlan.load(out).provenance.get("study")
     except PlanError:
@@ -186,7 +198,7 @@ def _refuse_another_plan(out: Path, study: str) -> None:
         raise SettingError(
             f"got --out {out}, which exists and is no plan of the study {study!r}. Remove it, or name another file."
         )
-    note(f"{out} is from an earlier run of this search and will be replaced")
+    return True
 
 
 def _summary(result: SearchResult) -> list[str]:
