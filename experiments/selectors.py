@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
 
 import layerskip
@@ -29,26 +30,33 @@ from experiments.bench import PROMPTS
 from experiments.conditions import conditions
 from experiments.report import append, quartiles
 from experiments.subjects import Prompt, Subject, random_prompts, read_prompts
-from layerskip.cli.parser import Parser, positive
+from layerskip.cli.parser import Parser, layer_numbers, positive
 from layerskip.errors import LayerSkipError, SettingError
 from layerskip.models.loading import parse_dtype
 from layerskip.models.synthetic import GEOMETRIES
 from layerskip.search.calibration import write_calibration
 from layerskip.search.candidate import Candidate
 from layerskip.search.cost import CostModel
+from layerskip.search.find import run_trials
 from layerskip.search.judge import Judge, Verdict
 from layerskip.search.measuring import measure_costs
+from layerskip.search.progress import Silent
 from layerskip.search.replay import Replay
+from layerskip.search.samplers import make_pruner, make_sampler
 from layerskip.search.selectors import SELECTORS, DraftAndVerify, Selector, Workbench
+from layerskip.search.settings import Budget, SearchSettings
+from layerskip.search.space import Space
+from layerskip.search.study import Prepared, queue_starts, records_of
 from layerskip.search.texts import Calibration
 
 __all__ = ["main"]
 
+OURS, CLOCKED = "ours", "draft_and_verify"
 CONTEXT = 64  # ids of a random prompt
 RANDOM_PROMPTS = 16
 RECORDED = (
     "positions", "held_out_positions", "new_tokens", "draft_length", "trials", "clock_prompts", "clock_tokens", "seed",
-    "agreement", "from_block", "measure",
+    "agreement", "from_block", "redundant", "our_trials", "measure",
 )  # fmt: skip
 
 Chooser = Callable[[Workbench], list[Candidate]]
@@ -95,13 +103,65 @@ class Row:
         }
 
 
-def choosers(names: Sequence[str], trials: int) -> dict[str, tuple[dict[str, Any], Chooser]]:
-    """By name, what is compared: its settings, and how it chooses. Our own search gets its row here."""
+def choosers(names: Sequence[str], options: Namespace) -> dict[str, tuple[dict[str, Any], Chooser]]:
+    """By name, what is compared: its settings, and how it chooses."""
     rows: dict[str, tuple[dict[str, Any], Chooser]] = {}
     for name in names:
-        selector: Selector = DraftAndVerify(iterations=trials) if name == "draft_and_verify" else SELECTORS[name]()
+        if name == OURS:
+            ours = OurSearch(options.our_trials, options.draft_length)
+            rows[name] = (ours.settings.to_dict() | {"trials": ours.trials}, ours)
+            continue
+        selector: Selector = (
+            DraftAndVerify(iterations=options.trials) if name == "draft_and_verify" else SELECTORS[name]()
+        )
         rows[name] = (asdict(selector), selector.select)  # type: ignore[call-overload]
     return rows
+
+
+class OurSearch:
+    """What `find_plan` does, on texts and costs that are given.
+
+    Attributes:
+        history: after each trial the seconds and full passes spent since the beginning, and the best candidate so far.
+    """
+
+    def __init__(self, trials: int, draft_length: int) -> None:
+        """`trials`: the starts among them."""
+        self.settings = SearchSettings(vocabulary_sizes=(), draft_length=draft_length)
+        self.trials = trials
+        self.history: list[tuple[float, float, Candidate]] = []
+
+    def __call__(self, bench: Workbench) -> list[Candidate]:
+        """Best first; the whole model, which the others cannot choose either, left out."""
+        judge, settings, began = bench.judge, self.settings, time.perf_counter()
+        space = settings.space(bench.num_blocks, judge.replay.decoder.vocab_size)
+        sampler, passes = make_sampler(settings.sampler, space, settings.seed), judge.replay.block_passes
+        study = optuna.create_study(direction="maximize", sampler=sampler, pruner=make_pruner())
+        queue_starts(study, judge, space)
+
+        def note(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+            best = self._ranked(study, space)
+            if best:
+                spent = (judge.replay.block_passes - passes) / (2 * bench.num_blocks)
+                self.history.append((time.perf_counter() - began, spent, best[0]))
+
+        prepared = Prepared(study, settings, space, Calibration((), (), (), {}), judge.costs, {}, {})
+        run_trials(prepared, judge, Budget(self.trials), Silent(), [note])
+        return self._ranked(study, space)
+
+    @staticmethod
+    def _ranked(study: optuna.Study, space: Space) -> list[Candidate]:
+        whole = Candidate.of(space.num_blocks)
+        complete = [each for each in records_of(study, space) if each.state == "complete" and each.candidate != whole]
+        return [each.candidate for each in sorted(complete, key=lambda each: -(each.speedup or 0.0))]
+
+    def reached(self, target: Row, held_out: Replay, costs: CostModel) -> dict[str, float] | None:
+        """When the best so far was first predicted to be as fast on the held-out texts as `target`; None: never."""
+        judge = Judge(held_out, costs)
+        for seconds, passes, candidate in self.history:
+            if judge.judge(candidate).speedup.ratio >= target.held_out.speedup.ratio:
+                return {"seconds": seconds, "full_passes": passes}
+        return None
 
 
 def clock(model: layerskip.Model, rows: list[list[int]], new_tokens: int) -> Callable[[layerskip.DraftPlan], float]:
@@ -146,24 +206,13 @@ def compare(
 def measure(model: layerskip.Model, rows: Sequence[Row], prompts: Sequence[Prompt], new_tokens: int) -> None:
     """Decode `prompts` plainly and by every row's plan, in turn; fills `Row.measured`."""
     plain = our_arm("plain", model, None)
-    arms = [our_arm(row.name, model, plan_of(row.search), "off") for row in rows]
+    arms = [our_arm(row.name, model, row.candidate.plan(row.search.speedup.num_draft_tokens), "off") for row in rows]
     for arm in (plain, *arms):
         arm.call(prompts[0].rows, 8)
     run_in_turn([plain, *arms], prompts, new_tokens)
     for row, arm in zip(rows, arms, strict=True):
         pairs = zip(arm.runs, plain.runs, strict=True)
         row.measured = quartiles([own.tokens_per_s / other.tokens_per_s for own, other in pairs if other.tokens_per_s])
-
-
-def plan_of(verdict: Verdict) -> layerskip.DraftPlan:
-    """A plan for a candidate, as long as is best for it."""
-    candidate = verdict.candidate
-    return layerskip.DraftPlan(
-        skip_attention=candidate.skip_attention,
-        skip_mlp=candidate.skip_mlp,
-        exit_layer=candidate.exit_layer,
-        num_draft_tokens=verdict.speedup.num_draft_tokens,
-    )
 
 
 def _figures(verdict: Verdict) -> dict[str, Any]:
@@ -220,7 +269,10 @@ def _run(options: Namespace) -> None:
         device = torch.device(options.device)
     except RuntimeError as error:
         raise SettingError(f"got --device {options.device}; expected one that torch knows, such as cuda.") from error
-    subject = Subject(options.model, dtype, device, options.agreement, options.from_block)
+    redundant = None
+    if options.redundant is not None:
+        redundant = dict(zip(("attention", "mlp"), options.redundant, strict=True))
+    subject = Subject(options.model, dtype, device, options.agreement, options.from_block, redundant)
     model = subject.load()
     prompts = _prompts(options, subject, model)
     calibration, costs = _calibrated(options, model, [prompt.rows[0] for prompt in prompts])
@@ -229,13 +281,19 @@ def _run(options: Namespace) -> None:
         Replay(model.decoder, calibration.held_out, draft_length=options.draft_length),
     )
     timed = [list(text.prompt) for text in calibration.search[: options.clock_prompts]]
+    compared = choosers(options.selectors or [OURS, *SELECTORS], options)
     rows = compare(
-        choosers(options.selectors or list(SELECTORS), options.trials),
+        compared,
         replays,
         costs,
         clock(model, timed, options.clock_tokens),
         options.seed,
     )
+    by_name, reached = {row.name: row for row in rows}, None
+    ours = compared.get(OURS, ({}, None))[1]
+    if isinstance(ours, OurSearch) and CLOCKED in by_name:
+        reached = ours.reached(by_name[CLOCKED], replays[1], costs)
+        print(f"ours was as good as {CLOCKED} after {reached}; that took {by_name[CLOCKED].seconds:.0f} s")
     if options.measure:
         held_out = [Prompt("held out", [list(text.prompt)]) for text in calibration.held_out[: options.measure]]
         measure(model, rows, held_out, options.new_tokens)
@@ -252,6 +310,7 @@ def _run(options: Namespace) -> None:
         },
         "costs": costs.to_dict(),
         "rows": [row.to_dict() for row in rows],
+        "ours_as_good_as_draft_and_verify_after": reached,
     }
     kind = f"{document['model']}, {options.dtype} on {options.device}, {options.threads} threads, greedy"
     counts = f"{replays[0].num_positions:,} positions to choose by, {replays[1].num_positions:,} held out"
@@ -286,7 +345,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--model", required=True, help=f"checkpoint folder, hub id, or one of {', '.join(GEOMETRIES)}")
     parser.add_argument("--data", type=Path, help=f"questions in Spec-Bench format (default: {PROMPTS.name} here)")
     parser.add_argument("--prompts-per-category", type=positive, default=2)
-    parser.add_argument("--selectors", nargs="+", choices=tuple(SELECTORS), help="(default: all)")
+    parser.add_argument("--selectors", nargs="+", choices=(OURS, *SELECTORS), help="(default: all)")
     parser.add_argument("--positions", type=positive, default=2048, help="drafts that are tried to choose by")
     parser.add_argument(
         "--held-out-positions", type=positive, default=1024, help="drafts that are tried for the report"
@@ -294,12 +353,16 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--new-tokens", type=positive, default=128, help="of an answer")
     parser.add_argument("--draft-length", type=positive, default=6, help="most drafts a round")
     parser.add_argument("--trials", type=positive, default=100, help="of Draft & Verify (published: 1000)")
+    parser.add_argument("--our-trials", type=positive, default=200, help="of our search")
     parser.add_argument("--clock-prompts", type=positive, default=2, help="that each of these trials decodes")
     parser.add_argument("--clock-tokens", type=positive, default=32, help="of each of them")
     parser.add_argument("--measure", nargs="?", type=positive, const=8, help="decode so many held-out prompts (8)")
     parser.add_argument("--cost-context", type=positive, default=256, help="tokens before the passes that are timed")
     parser.add_argument("--agreement", type=float, help="planted between an exit and the whole geometry")
     parser.add_argument("--from-block", type=positive, help="where the planted blocks begin (default: half)")
+    parser.add_argument(
+        "--redundant", nargs=2, type=layer_numbers, metavar=("ATTENTIONS", "MLPS"), help="planted into these instead"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")

@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip.errors import SettingError, did_you_mean
 from layerskip.search.space import Space
 
-__all__ = ["SAMPLERS", "EliteSampler", "make_sampler"]
+__all__ = ["SAMPLERS", "EliteSampler", "make_pruner", "make_sampler"]
 
 _TRIES = 64  # at a candidate that was not tried yet
 _ELITE = 6  # parents
@@ -142,6 +142,13 @@ SAMPLERS: Mapping[str, Callable[[Space, int | None], BaseSampler]] = {
     "random": lambda space, seed: optuna.samplers.RandomSampler(seed=seed),
 }
 """By name."""
+
+
+def make_pruner() -> optuna.pruners.BasePruner:
+    """Gives up on a trial that is worse, part by part of the texts, than the best one (Wilcoxon's signed-rank test)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3)
 
 
 def make_sampler(name: str, space: Space, seed: int | None = None) -> BaseSampler:
