@@ -261,3 +261,29 @@ class TestStepProfile:
         ]  # fmt: skip
         assert min(document["step_s"].values()) > 0
         assert any("_linear_pointwise" in row["operator"] for row in document["operators"]["packed"])
+
+
+class TestSearchPrograms:
+    """What searches rest on, run to their end on random weights."""
+
+    def test_predicted_costs_stand_beside_measured_ones(self, tmp_path):
+        results = tmp_path / "cost_model.jsonl"
+        done = run_program("cost_model", "--model", "tiny", "--plans", "3", "--rounds", "2", "--context", "20",
+                           "--dtype", "float32", "--results", str(results))  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout.splitlines()[-1])
+        assert len(document["rows"]) == 3
+        for row in document["rows"]:
+            for what in ("draft_ratio", "verify_ratio"):
+                assert 0 < row[what]["predicted"] and 0 < row[what]["measured"]
+        assert results.read_text().splitlines() == done.stdout.splitlines()[-1:]
+
+    def test_samplers_are_compared_on_the_same_starts(self, tmp_path):
+        done = run_program("samplers", "--model", "tiny", "--agreement", "1", "--positions", "32", "--trials", "25",
+                           "--dtype", "float32", "--results", str(tmp_path / "samplers.jsonl"))  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+        assert set(rows) == {"elite", "tpe", "gp", "nsga2", "random"}
+        for row in rows.values():
+            (best,) = row["best"]
+            assert len(best) == 25 and best == sorted(best)
