@@ -123,19 +123,16 @@ def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress
     Raises:
         SearchError: no trial was finished.
     """
-    records = records_of(prepared.study, prepared.space)
-    best = _best(records)
-    if best is None or best.num_draft_tokens is None:
-        raise SearchError(
-            f"got no finished trial among {len(records)}; expected one at least. Search longer (--budget), or on fewer "
-            "positions."
-        )
-    judge = prepared.judge(model, prepared.calibration.held_out)
-    held_out = evaluate(judge, best.candidate, best.num_draft_tokens, progress.stage)
-    plan = _plan(model, prepared, best)
-    if measure:
-        measured = measure_speedup(model, plan, prepared.calibration.held_out, prepared.settings, progress.stage)
-        held_out = replace(held_out, measured_speedup=measured)
+    judge, best = prepared.judge(model, prepared.calibration.held_out), _best_of(prepared)
+    while True:
+        held_out = evaluate(judge, best.candidate, best.num_draft_tokens or 1, progress.stage)
+        plan = _plan(model, prepared, best)
+        if measure:
+            measured = measure_speedup(model, plan, prepared.calibration.held_out, prepared.settings, progress.stage)
+            held_out = replace(held_out, measured_speedup=measured)
+        seen, best = best, _best_of(prepared)
+        if best.number == seen.number:  # else another worker has found a better one meanwhile
+            break
     plan = replace(plan, provenance=_provenance(prepared, best, held_out))
     prepared.study.set_user_attr(
         "conclusion",
@@ -206,6 +203,22 @@ def _result(study: optuna.Study, storage: str, seconds: float = 0.0) -> SearchRe
         block_passes=found["block_passes"],
         seconds=seconds,
     )
+
+
+def _best_of(prepared: Prepared) -> TrialRecord:
+    """Of the study.
+
+    Raises:
+        SearchError: no trial was finished.
+    """
+    records = records_of(prepared.study, prepared.space)
+    best = _best(records)
+    if best is None or best.num_draft_tokens is None:
+        raise SearchError(
+            f"got no finished trial among {len(records)}; expected one at least. Search longer (--budget), or on fewer "
+            "positions."
+        )
+    return best
 
 
 def _best(records: Sequence[TrialRecord]) -> TrialRecord | None:

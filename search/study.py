@@ -124,7 +124,8 @@ def open_study(
         waits = True
         time.sleep(_WAIT_S)
     _refuse_another(name, study.user_attrs["made_for"], asked)
-    prepared = load_prepared(model, study, settings)
+    # Workers that share a seed would all try the same: only who prepares the study takes the one that is set.
+    prepared = load_prepared(model, study, settings, None if judge is None else settings.seed)
     if costs is not None and costs != prepared.costs:
         raise SearchError(
             f"got the study {name!r}, which was made with other costs. Give it those, or none, or the new search a "
@@ -133,14 +134,17 @@ def open_study(
     return prepared, judge or prepared.judge(model, prepared.calibration.search)
 
 
-def load_prepared(model: Model, study: optuna.Study, settings: SearchSettings) -> Prepared:
-    """What a prepared study holds, with this worker's sampler and pruner."""
+def load_prepared(model: Model, study: optuna.Study, settings: SearchSettings, seed: int | None) -> Prepared:
+    """What a prepared study holds, with this worker's sampler and pruner.
+
+    Args:
+        seed: of the sampler; None draws one.
+    """
     attributes = study.user_attrs
     space = settings.space(model.decoder.num_blocks, model.decoder.vocab_size)
     calibration = Calibration.from_dict(attributes["calibration"])
-    # Workers that share a seed would all try the same: each takes the next one.
-    worker = sum(1 for each in study.get_trials(deepcopy=False) if each.state in FINISHED)
-    study.sampler = make_sampler(settings.sampler, space, settings.seed + worker)
+    study.sampler = make_sampler(settings.sampler, space, seed)
+    study.pruner = optuna.pruners.NopPruner()  # Optuna's default would prune
     if settings.prune and settings.objective == "speedup":
         with _quiet_optuna():
             study.pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3)
@@ -319,7 +323,7 @@ def _prepare(
         )
         keep("costs", costs.to_dict())
     keep("retention", {})
-    prepared = load_prepared(model, study, settings)
+    prepared = load_prepared(model, study, settings, settings.seed)
     judge = prepared.judge(model, calibration.search)
     stage("ranking sub-blocks", 0, 1)
     keep("retention", queue_starts(study, judge, space))

@@ -60,10 +60,17 @@ def run(capsys, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def search(run, checkpoint):
-    """A small search for plan.json; what is given comes last and wins."""
+def search(run, checkpoint, monkeypatch):
+    """A small search for plan.json, its report a page without pictures; what is given comes last and wins."""
 
-    def search(*arguments, model=checkpoint):
+    def write_page(result, folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "report.json").write_text(json.dumps(result.to_dict()))
+        return folder / "report.html"
+
+    def search(*arguments, model=checkpoint, pictures=False):
+        if not pictures:
+            monkeypatch.setattr("layerskip.search.report.write_report", write_page)
         return run("search", model, *SMALL, "--no-measure", "--out", "plan.json", *arguments)
 
     return search
@@ -118,7 +125,7 @@ def test_the_same_command_goes_on(search, trials):
 
 
 def test_the_report_is_written_again(run, search, tmp_path):
-    code, out, _ = search()
+    code, out, _ = search(pictures=True)
     again = run("search-report", "tiny", "--storage", "plan-search.db", "--report", "again")
     assert again == (0, out.replace("plan: plan.json\n", "").replace("plan-report", "again"), "")
     assert DraftPlan.load(tmp_path / "again" / "plan.json") == DraftPlan.load(tmp_path / "plan.json")
@@ -132,6 +139,47 @@ def test_given_prompts(search, tmp_path):
     assert search("--budget", 5)[0] == 0  # need not be given again
     code, _, err = search("--prompts", prompts_file(tmp_path, PROMPTS[1:], "others.jsonl"))
     assert (code, "another set of prompts" in err) == (2, True)
+
+
+def test_nothing_is_pruned_if_so_said(search, trials):
+    """Optuna's own default prunes."""
+    small = ["--positions", 1500, "--budget", 16]
+    assert search(*small, "--no-prune")[0] == 0
+    assert set(trials()) <= {"COMPLETE", "WAITING"}
+
+
+def test_workers_do_not_share_a_seed(search, monkeypatch):
+    """They would all draw the same candidates."""
+    make_sampler, seeds = study_module.make_sampler, []
+    monkeypatch.setattr(study_module, "make_sampler", lambda *of: (seeds.append(of[2]), make_sampler(*of))[1])
+    assert search("--seed", 5)[0] == 0
+    assert set(seeds) == {5}
+    seeds.clear()
+    assert search("--seed", 5, "--budget", 5)[0] == 0
+    assert set(seeds) == {None}
+
+
+def test_a_better_trial_that_comes_late(search, monkeypatch, tmp_path):
+    """Another worker finishes it while this one looks at the best so far on other texts."""
+    late = []
+
+    def finish_one(self, what, done, total):
+        if what == "judging on held-out texts" and not late:
+            storage = open_storage(tmp_path / "plan-search.db")
+            study = optuna.load_study(study_name="tiny", storage=storage)
+            old = study.best_trial
+            told = {"verdict": old.user_attrs["verdict"] | {"speedup": 99.0}}
+            late.append(len(study.trials))
+            study.add_trial(
+                optuna.trial.create_trial(
+                    params=old.params, distributions=old.distributions, value=99.0, user_attrs=told
+                )
+            )
+            close_storage(storage)
+
+    monkeypatch.setattr(SearchProgress, "stage", finish_one)
+    assert search()[0] == 0
+    assert DraftPlan.load(tmp_path / "plan.json").provenance["trial"] == late[0]
 
 
 # Interrupted
@@ -154,7 +202,7 @@ def test_an_interrupt_ends_the_search_with_what_it_has(search, trials, monkeypat
     code, out, err = search("--budget", "10 trials")
     assert (code, out.splitlines()[0].partition(":")[0]) == (0, "best of 3 trials")
     assert "interrupted: the search ends with the trials that it has" in err
-    assert (tmp_path / "plan-report" / "report.html").exists()
+    assert len(json.loads((tmp_path / "plan-report" / "report.json").read_text())["trials"]) == 3
     assert DraftPlan.load(tmp_path / "plan.json").provenance["trials"] == 3
 
 
@@ -392,7 +440,7 @@ def test_a_full_disk_loses_nothing(search, trials, monkeypatch, tmp_path, place)
             patched.setattr("layerskip.plan_file.os.replace", full)
         else:
             patched.setattr(writing, "_exchange", full)
-        code, out, err = search()
+        code, out, err = search(pictures=True)
     assert (code, len(err.splitlines())) == (2, 1)
     assert "No space left on device" in err
     assert trials().count("COMPLETE") == 4

@@ -17,16 +17,20 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import event
 
 from layerskip.errors import SearchError
+from layerskip.models.synthetic import synthetic_model
+from layerskip.plan import DraftPlan
 from layerskip.search import storage as storage_module
 from layerskip.search.storage import close_storage, open_storage, run_trial
+from layerskip.search.study import space_of
 from tests import postgres_server
 from tests.postgres_server import PostgresServer
-from tests.test_search_storage import ALONE, create_at_once
+from tests.test_search_storage import create_at_once
 
 postgres = postgres_server.postgres
 
@@ -59,14 +63,16 @@ def until(what: str, condition: Callable[[], Any], limit_s: float = 120.0) -> An
 class Workers:
     """Processes of one command, killed for certain at the end; what they say goes into files."""
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, command: Callable[[int], Sequence[str | Path]], folder: Path) -> None:
         self.command, self.folder = command, folder
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with open(self._log(len(self.processes)), "wb") as log:
-            worker = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        environment, number = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}, len(self.processes)
+        with open(self._log(number), "wb") as log:
+            worker = subprocess.Popen(
+                self.command(number), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
         self.processes.append(worker)
         return worker
 
@@ -93,108 +99,132 @@ class Survived:
     """A study that went through it all.
 
     Attributes:
-        killed: number of the trial whose worker was killed.
+        prepared: what its workers share, when it was prepared.
+        killed: number of the trial whose worker, the first one, was killed.
         finished_before: trials that were finished when the server was stopped.
         said: by all workers.
     """
 
     study: optuna.Study
+    prepared: dict[str, Any]
     killed: int
     finished_before: list[FrozenTrial]
     said: str
 
 
 def search_through_faults(
-    command: Sequence[str], server: PostgresServer, storage: BaseStorage, study_name: str, folder: Path
+    command: Callable[[int], Sequence[str | Path]],
+    server: PostgresServer,
+    storage: BaseStorage,
+    study_name: str,
+    folder: Path,
 ) -> Survived:
     """Run a search by workers of `command`, each of which ends when the study has its number of trials.
 
-    The first worker is killed in the middle of a trial; two others come and find that out; a third one comes back; then
-    the server restarts under the three of them.
+    Three begin at once. The first one is killed in the middle of a trial, and another one started; when the killed
+    trial was given up, the server restarts under the three of them.
     """
     workers = Workers(command, folder)
     study: list[optuna.Study] = []
 
-    def found() -> bool:
+    def prepared() -> bool:
         assert workers.alive(), workers.said()
         with contextlib.suppress(KeyError):
-            study.append(optuna.load_study(study_name=study_name, storage=storage))
-        return bool(study)
+            study[:] = [optuna.load_study(study_name=study_name, storage=storage)]
+        return bool(study) and study[0].user_attrs.get("prepared", False)
 
     def of(*states: TrialState) -> list[FrozenTrial]:
-        return study[0].get_trials(states=states)
+        return study[0].get_trials(deepcopy=False, states=states)
 
-    def in_mid_trial() -> list[FrozenTrial]:
-        """The trial that the victim is at, the victim held still; if it is between two trials it goes on."""
+    def all_in_mid_trial() -> bool:
+        """Whether each worker is at a trial; the victim is then held still, else it goes on."""
         assert victim.poll() is None, workers.said()
-        if of(TrialState.COMPLETE) and of(TrialState.RUNNING):
+        if len(of(TrialState.RUNNING)) == 3:
             victim.send_signal(signal.SIGSTOP)
-            if running := of(TrialState.RUNNING):
-                return running
+            if len(of(TrialState.RUNNING)) == 3:
+                return True
             victim.send_signal(signal.SIGCONT)
-        return []
+        return False
 
     try:
-        victim = workers.start()
-        until("the study is there", found)
-        (trial,) = until("a trial runs", in_mid_trial)
+        victim, *_ = (workers.start() for _ in range(3))
+        until("the study is prepared", prepared)
+        shared = study[0].user_attrs
+        until("all workers are at a trial", all_in_mid_trial)
         victim.kill()
         workers.start()
-        workers.start()
-        until("its trial is failed", lambda: trial.number in [each.number for each in of(TrialState.FAIL)])
-        workers.start()
-        until("the search goes on", lambda: len(of(TrialState.COMPLETE)) >= 5)
-        finished = of(TrialState.COMPLETE)
+        (killed,) = until("its trial is given up", lambda: of(TrialState.FAIL))
+        finished = study[0].get_trials(states=(TrialState.COMPLETE,))
         server.stop()
         server.start()
         until("all have ended", lambda: not workers.alive())
-        return Survived(study[0], trial.number, finished, workers.said())
+        return Survived(study[0], shared, killed.number, finished, workers.said())
     finally:
         workers.close()
-
-
-WORKER = f"""{ALONE}
-import sys, time, optuna
-from layerskip.search.storage import close_storage, open_storage, run_trial
-url, name, trials = sys.argv[1], sys.argv[2], int(sys.argv[3])
-storage = open_storage(
-    url, notify=lambda text: print(text, file=sys.stderr, flush=True), heartbeat_interval=1, grace_period=2
-)
-study = optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
-
-def objective(trial):
-    x = trial.suggest_float("x", -1.0, 1.0)
-    time.sleep(0.25)
-    return (x - 0.5) ** 2
-
-while len(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))) < trials:
-    run_trial(study, objective)
-close_storage(storage)
-"""
 
 
 def test_a_search_survives_a_killed_worker_and_a_server_that_restarts(
     postgres: PostgresServer, opened: Any, tmp_path: Path
 ) -> None:
-    url, trials = postgres.new_database(), 25
-    command = [sys.executable, "-W", "error", "-c", WORKER, url, "s", str(trials)]
-    survived = search_through_faults(command, postgres, opened(url), "s", tmp_path)
+    trials, secret = 60, "p@ss {word}/%"
+    database = postgres.new_database().partition("?")[0].rpartition("/")[2]
+    postgres.require_password("worker", secret)
+    postgres.execute(f"ALTER DATABASE {database} OWNER TO worker")
+    url, folder = postgres.url(database, "worker", secret), tmp_path / "written"
+    folder.mkdir()
+    # Of four blocks the last two add nothing.
+    synthetic_model("tiny", torch.float32, agreement=1.0, from_block=2).save_pretrained(tmp_path / "model")
+    counts = {
+        "budget": f"{trials} trials",
+        "heartbeat": 2,
+        "positions": 2048,
+        "held-out-positions": 256,
+        "new-tokens": 64,
+        "draft-length": 3,
+        "context": 16,
+        "protect-first": 0,
+        "protect-last": 0,
+    }
+    options = [word for name, value in counts.items() for word in ("--" + name, str(value))]
+    command = [sys.executable, "-m", "layerskip.cli", "search", tmp_path / "model", "--storage", url, "--study", "s"]
+    command += [*options, "--no-prune", "--no-measure"]
+    survived = search_through_faults(
+        lambda number: [*command, "--out", folder / f"{number}.json"], postgres, opened(url), "s", tmp_path
+    )
 
     found = {trial.number: trial for trial in survived.study.trials}
     complete = [trial for trial in found.values() if trial.state == TrialState.COMPLETE]
     assert len(complete) >= trials
     assert TrialState.RUNNING not in {trial.state for trial in found.values()}
+    assert 1 <= len(survived.finished_before) < trials
     for trial in survived.finished_before:
         assert found[trial.number] == trial, "a finished trial was lost or changed"
-    assert {trial.value for trial in complete} == {(trial.params["x"] - 0.5) ** 2 for trial in complete}
-    assert survived.study.best_value == min((trial.params["x"] - 0.5) ** 2 for trial in complete)
+    values: dict[Any, set[float | None]] = {}
+    for trial in complete:
+        values.setdefault(space_of(survived.study).candidate(trial.params), set()).add(trial.value)
+    assert {len(each) for each in values.values()} == {1}, "workers judge by other texts or costs"
     assert "does not answer" in survived.said and "answers again" in survived.said
+
+    for name in ("made_for", "calibration", "costs", "retention"):
+        assert survived.study.user_attrs[name] == survived.prepared[name], "it was prepared twice"
+    assert survived.study.user_attrs["preparing"] is None
 
     killed = found[survived.killed]
     assert killed.state == TrialState.FAIL
     retries = [trial for trial in found.values() if trial.system_attrs.get("failed_trial") == killed.number]
     (again,) = [trial for trial in retries if trial.state == TrialState.COMPLETE]
     assert again.params.items() >= killed.params.items()  # none, if it was killed before it had any
+
+    plans = [DraftPlan.load(folder / f"{number}.json") for number in (1, 2, 3)]
+    for plan in plans:
+        assert plan.path(4) == plans[0].path(4) and plan.num_draft_tokens == plans[0].num_draft_tokens
+        assert max(step.block for step in plan.path(4)) < 2
+        assert plan.provenance["held_out"]["acceptance_rate"]["value"] == 1.0
+    assert not (folder / "0.json").exists()
+    written = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+    assert len(written) > 3
+    for part in ("word}", "p%40ss", "p@ss"):
+        assert part not in survived.said and not any(part.encode() in each for each in written)
 
 
 # One process
