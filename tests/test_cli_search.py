@@ -233,7 +233,7 @@ def test_an_interrupted_preparation_is_begun_again(search, monkeypatch):
 def victim(checkpoint, tmp_path):
     """The command as a process of its own, with many trials."""
     command = [sys.executable, "-m", "layerskip.cli", "search", checkpoint, *SMALL, "--out", tmp_path / "plan.json"]
-    command += ["--positions", "20000", "--no-prune", "--budget", "100000 trials"]
+    command += ["--positions", "3000", "--no-prune", "--budget", "100000 trials"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     with (
         open(tmp_path / "said", "wb") as said,
@@ -258,6 +258,18 @@ def attributes(storage, study="tiny"):
         return {}
     finally:
         close_storage(opened)
+
+
+def test_an_interrupt_in_mid_trial(victim, trials, tmp_path):
+    storage = tmp_path / "plan-search.db"
+    until(lambda: storage.exists() and attributes(storage).get("prepared") and trials().count("COMPLETE") >= 3)
+    victim.send_signal(signal.SIGINT)
+    assert victim.wait(120) == 0, (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
+    assert "note: interrupted" in said and "Traceback" not in said
+    plan = DraftPlan.load(tmp_path / "plan.json")
+    assert plan.provenance["trials"] == trials().count("COMPLETE") >= 3
+    assert (tmp_path / "plan-report" / "report.html").exists()
 
 
 def test_a_killed_preparation_is_taken_over_at_once(victim, search, tmp_path):
@@ -353,7 +365,7 @@ WRONG = {
     "storage text": (["--storage", "text.db"], ["no SQLite database"]),
     "storage journal": (["--storage", "text.log"], ["no journal"]),
     "storage nowhere": (["--storage", "no/trials.db"], ["mkdir -p"]),
-    "storage unwritable": (["--storage", "/proc/trials.db"], ["/proc/trials.db", "failed", "writable"]),
+    "storage unwritable": (["--storage", "/proc/trials.db"], ["/proc/trials.db"]),
     "model": (["--dtype", "float17"], ["Did you mean 'float16'?"]),
     "temperature": (["--temperature", "0"], ["--temperature 0.0", "leave it out"]),
     "top-p": (["--top-p", "2"], ["top_p=2.0", "at most 1"]),
@@ -413,6 +425,13 @@ def test_a_study_that_is_no_search(search, a_study):
     code, _, err = search()
     assert (code, "no search of layerskip" in err, a_study.user_attrs["preparing"]) == (2, True, None)
     assert search("--study", "front", "--objective", "front")[0] == 0
+
+
+def test_a_folder_that_cannot_be_written_to(search, monkeypatch):
+    """Said before anything is searched."""
+    monkeypatch.setattr("layerskip.cli.search_command.os.access", lambda *_: False)
+    code, _, err = search("--storage", "no/trials.db")
+    assert (code, "--out plan.json, whose folder cannot be written to" in err) == (2, True)
 
 
 def test_no_model(search, tmp_path):

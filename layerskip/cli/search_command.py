@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +190,8 @@ def _refuse_another_plan(out: Path, study: str) -> bool:
     if not out.exists():
         if not out.absolute().parent.is_dir():
             raise SettingError(f"got --out {out}, whose folder does not exist. Make it, or name another.")
+        if not os.access(out.absolute().parent, os.W_OK):
+            raise SettingError(f"got --out {out}, whose folder cannot be written to. Name another.")
         return False
     try:
         made_by = DraftPlan.load(out).provenance.get("study")
