@@ -1,7 +1,7 @@
 """Which of the samplers finds more in the same number of trials?
 
     python -m experiments.samplers --model "$(layerskip reference)" --positions 1024 --trials 200
-    python -m experiments.samplers --model smollm2-135m --agreement 1 --from-block 20    # planted: the best is known
+    python -m experiments.samplers --model smollm2-135m --agreement 1 --redundant 2,5,6 3,9 --no-starts    # planted
 
 All begin with the same starts, or with none (--no-starts), on the same texts and costs. What is known of a candidate is
 shared, so that each candidate is replayed once, and nothing is pruned: only what the samplers choose differs.
@@ -23,7 +23,7 @@ import torch
 from experiments.conditions import conditions
 from experiments.report import append
 from experiments.subjects import Subject
-from layerskip.cli.parser import positive
+from layerskip.cli.parser import layer_numbers, positive
 from layerskip.models.loading import parse_dtype
 from layerskip.search.calibration import write_calibration
 from layerskip.search.judge import Judge
@@ -48,10 +48,20 @@ def search(
     best: list[float] = []
     while len(best) < trials:
         trial = study.ask()
-        value = judge.judge(space.suggest(trial)).speedup.ratio
+        candidate = space.suggest(trial)
+        value = judge.judge(candidate).speedup.ratio if candidate.drafts(space.num_blocks) else 0.0
         study.tell(trial, value)
         best.append(max(value, best[-1]) if best else value)
     return best
+
+
+def _rises(best: list[float]) -> list[tuple[int, float]]:
+    """The trials, from 1 on, that were better than all before them, with their value."""
+    return [(number, value) for number, value in enumerate(best, 1) if number == 1 or value > best[number - 2]]
+
+
+def _at(rises: list[tuple[int, float]], trial: int) -> float:
+    return max(value for number, value in rises if number <= trial)
 
 
 def main() -> None:
@@ -61,7 +71,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     dtype = parse_dtype(options.dtype)
     assert isinstance(dtype, torch.dtype)
-    subject = Subject(options.model, dtype, torch.device("cpu"), options.agreement, options.from_block)
+    redundant = None
+    if options.redundant is not None:
+        redundant = dict(zip(("attention", "mlp"), options.redundant, strict=True))
+    subject = Subject(options.model, dtype, torch.device("cpu"), options.agreement, redundant=redundant)
     model = subject.load()
     calibration = write_calibration(model, None, positions=options.positions, held_out_positions=2)
     judge = Judge(Replay(model.decoder, calibration.search), measure_costs(model))
@@ -76,11 +89,11 @@ def main() -> None:
             runs.append(search(judge, space, queue, name, seed, options.trials))
             seconds.append(time.perf_counter() - began)
             print(f"{name}, seed {seed}: {runs[-1][-1]:.4f} in {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
-        rows[name] = {"best": runs, "seconds": seconds}
+        rows[name] = {"best": [_rises(run) for run in runs], "seconds": seconds}
     marks = [mark for mark in MARKS if mark <= options.trials]
     print("| sampler | " + " | ".join(f"best of {mark}" for mark in marks) + " |\n" + "| --- " * (len(marks) + 1) + "|")
     for name, row in rows.items():
-        means = [sum(run[mark - 1] for run in row["best"]) / len(row["best"]) for mark in marks]
+        means = [sum(_at(run, mark) for run in row["best"]) / len(row["best"]) for mark in marks]
         print(f"| {name} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
     document = {"experiment": "samplers", "conditions": conditions(model, []), "starts": len(queue), "rows": rows}
     document["positions"] = judge.replay.num_positions
@@ -91,7 +104,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="checkpoint folder, hub id, or a geometry with random weights")
     parser.add_argument("--agreement", type=float)
-    parser.add_argument("--from-block", type=positive)
+    parser.add_argument(
+        "--redundant", nargs=2, type=layer_numbers, metavar=("ATTENTIONS", "MLPS"), help="where to plant it"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--samplers", nargs="+", choices=tuple(SAMPLERS), default=list(SAMPLERS), help="(default: all)")
     parser.add_argument("--positions", type=positive, default=1024)

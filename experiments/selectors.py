@@ -132,7 +132,7 @@ class OurSearch:
         self.history: list[tuple[float, float, Candidate]] = []
 
     def __call__(self, bench: Workbench) -> list[Candidate]:
-        """Best first; the whole model, which the others cannot choose either, left out."""
+        """Best first."""
         judge, settings, began = bench.judge, self.settings, time.perf_counter()
         space = settings.space(bench.num_blocks, judge.replay.decoder.vocab_size)
         sampler, passes = make_sampler(settings.sampler, space, settings.seed), judge.replay.block_passes
@@ -151,8 +151,7 @@ class OurSearch:
 
     @staticmethod
     def _ranked(study: optuna.Study, space: Space) -> list[Candidate]:
-        whole = Candidate.of(space.num_blocks)
-        complete = [each for each in records_of(study, space) if each.state == "complete" and each.candidate != whole]
+        complete = [each for each in records_of(study, space) if each.state == "complete"]
         return [each.candidate for each in sorted(complete, key=lambda each: -(each.speedup or 0.0))]
 
     def reached(self, target: Row, held_out: Replay, costs: CostModel) -> dict[str, float] | None:

@@ -89,8 +89,8 @@ def write_calibration(
             break
         answers = model.generate(batch, seed=seed, **options)
         for prompt, answer in zip(batch, answers.new_token_ids, strict=True):
-            if len(answer) > 1:
-                name = min(wanted, key=lambda each: found[each] / wanted[each])  # all fill up alike
+            name = min(wanted, key=lambda each: found[each] / wanted[each])  # all fill up alike
+            if len(answer) > 1 and found[name] < wanted[name]:
                 parts[name].append(Text(tuple(prompt), tuple(answer)))
                 found[name] += len(answer) - 1
         notify("writing calibration texts", min(sum(found.values()), total), total)

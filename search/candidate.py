@@ -63,6 +63,11 @@ class Candidate:
         steps = (Step(layer, layer not in attention, layer not in mlp) for layer in range(end))
         return tuple(step for step in steps if step.attention or step.mlp)
 
+    def drafts(self, num_blocks: int) -> bool:
+        """Whether it is a draft at all: not the model itself, which is plain decoding, and not nothing."""
+        leaves_out = self.skip_attention or self.skip_mlp or self.exit_layer or self.vocabulary_size
+        return bool(leaves_out) and bool(self.path(num_blocks))
+
     def skipped(self, num_blocks: int) -> tuple[frozenset[int], frozenset[int]]:
         """All layers whose attention, and all whose MLP, does not run; those behind the exit are among them."""
         behind = range(num_blocks if self.exit_layer is None else self.exit_layer, num_blocks)

@@ -32,6 +32,8 @@ from layerskip.search.trying import measure_speedup
 
 __all__ = ["find_plan", "load_result"]
 
+_REPEATS = 20  # candidates in a row that had all been tried, after which a space counts as searched
+
 Callback = Callable[[optuna.Study, FrozenTrial], None]
 """Optuna's kind of callback, called when a trial has ended."""
 
@@ -97,19 +99,26 @@ def run_trials(
 ) -> None:
     """Try candidates until the budget is spent, or the keyboard interrupts, which ends the search only."""
     study, run, began = prepared.study, objective(prepared, judge), time.perf_counter()
+    repeats = 0
     try:
-        while True:
+        while repeats < _REPEATS:
             finished = [each for each in study.get_trials(deepcopy=False) if each.state in FINISHED]
             spent = time.perf_counter() - began
             if (budget.trials or len(finished) + 1) <= len(finished) or spent >= (budget.seconds or spent + 1):
                 break
+            tried = {prepared.space.candidate(each.params) for each in finished}
             trial = run_trial(study, run)
             if trial is None:
                 continue
+            repeats = repeats + 1 if prepared.space.candidate(trial.params) in tried else 0
             for callback in callbacks:
                 callback(study, trial)
             best = _best([record_of(each, prepared.space) for each in [*finished, trial]])
             progress.trial(record_of(trial, prepared.space), best, len(finished) + 1)
+        if repeats >= _REPEATS:
+            progress.message(
+                f"the last {repeats} candidates had all been tried before: there is nothing left to search"
+            )
     except KeyboardInterrupt:
         progress.message("interrupted: the search ends with the trials that it has; interrupt again to leave at once")
 

@@ -59,12 +59,7 @@ class Judge:
 
     def accept(self, candidate: Candidate, batch: int) -> list[Acceptance]:
         """Of each text of one part of the replay."""
-        path = candidate.path(self.num_blocks)
-        if not path:  # the last token's embedding alone, through norm and head: nothing that a plan can say
-            return [Acceptance((0.0,) * self.replay.draft_length, (1,) * self.replay.draft_length)] * len(
-                self.replay.texts_of(batch)
-            )
-        return self.replay.acceptance(path, batch, self.head(candidate))
+        return self.replay.acceptance(candidate.path(self.num_blocks), batch, self.head(candidate))
 
     def verdict(self, candidate: Candidate, acceptance: Acceptance) -> Verdict:
         """What follows from an acceptance that was found."""

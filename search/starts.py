@@ -63,7 +63,7 @@ def starts(judge: Judge, space: Space, retention: dict[str, list[float]], batche
         batches: parts of the texts that greedy removal and the dynamic programme look at.
     """
     num = space.num_blocks
-    found = [Start("the whole model", Candidate.of(num))]
+    found: list[Start] = []
     if space.skips and space.layers:
         found += _by_rank(judge, space, retention)
         found += _greedy(judge, space, retention, batches)
@@ -76,7 +76,7 @@ def starts(judge: Judge, space: Space, retention: dict[str, list[float]], batche
     inside: dict[Candidate, Start] = {}
     for start in found:
         candidate = space.nearest(replace(start.candidate, vocabulary_size=_size_for(judge, space, start.candidate)))
-        if candidate.path(num):
+        if candidate.drafts(num):
             inside.setdefault(candidate, Start(start.name, candidate))
     return list(inside.values())
 

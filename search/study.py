@@ -165,10 +165,12 @@ def objective(prepared: Prepared, judge: Judge) -> Callable[[optuna.Trial], floa
     def run(trial: optuna.Trial) -> float | tuple[float, float]:
         began, passes = time.perf_counter(), judge.replay.block_passes
         candidate = prepared.space.suggest(trial)
+        if not candidate.drafts(judge.num_blocks):
+            raise optuna.TrialPruned  # plain decoding, whose speed-up is 1 by definition, or nothing at all
         acceptances: list[Acceptance] = []
-        verdict: Verdict | None = None
+        verdict = judge.judged.get(candidate)  # tried before by this worker: nothing new would come of it
         try:
-            for batch in range(judge.replay.num_batches):
+            for batch in range(0 if verdict is not None else judge.replay.num_batches):
                 mine = judge.accept(candidate, batch)
                 acceptances += mine
                 verdict = judge.verdict(candidate, Acceptance.pooled(acceptances))

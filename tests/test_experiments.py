@@ -286,4 +286,4 @@ class TestSearchPrograms:
         assert set(rows) == {"elite", "tpe", "gp", "nsga2", "random"}
         for row in rows.values():
             (best,) = row["best"]
-            assert len(best) == 25 and best == sorted(best)
+            assert 1 <= len(best) <= 25 and best == sorted(best)

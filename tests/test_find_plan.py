@@ -163,6 +163,13 @@ def test_the_model_writes_its_own_texts() -> None:
     assert by_itself.held_out.measured_speedup is not None
 
 
+def test_a_small_space_is_searched_to_its_end() -> None:
+    told = Told()
+    result = search(planted(), 500, replace(SMALL, skips=False), progress=told)  # exits at 1, 2, 3, or none
+    assert {each.candidate.exit_layer for each in result.trials} == {1, 2, 3, None}
+    assert len(result.trials) < 60 and any("nothing left to search" in each for each in told.messages)
+
+
 def test_two_objectives_give_a_front() -> None:
     result = search(planted(), 20, replace(SMALL, objective="front"))
     costs = [each.draft_ratio for each in result.front]
@@ -232,8 +239,8 @@ def test_bad_settings(changes: dict[str, object], told: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "told"),
     [
-        ([], "0 prompt"),
-        ([[5, 6]], "1 prompt"),
+        ([], "0 different prompt"),
+        ([[5, 6]], "1 different prompt"),
         ("text", "type str"),
         ([[5, 10**6], [4]], "1000000"),
         (["a", "b"], "tokenizer"),

@@ -68,7 +68,7 @@ def test_agreement_is_planted_where_it_is_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "llama-1"}, "expected one of tiny, tiny-deep, smollm2-135m, llama-1b, llama-8b. Did you mean 'llama-1b'"),
+        ({"name": "llama-1"}, "expected one of tiny, tiny-deep, smollm2-135m, llama-1b, llama-8b. Did you mean"),
         ({"agreement": 1.5}, "got agreement=1.5; expected a number from 0"),
         ({"agreement": float("nan")}, "got agreement=nan"),
         ({"agreement": "high"}, "got agreement='high'"),
