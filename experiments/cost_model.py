@@ -117,7 +117,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--plans", type=positive, default=20)
-    parser.add_argument("--rounds", type=positive, default=12, help="by each plan")
+    parser.add_argument("--rounds", type=positive, default=20, help="by each plan")
     parser.add_argument("--context", type=positive, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=2)
