@@ -57,10 +57,10 @@ def compare(model: Any, costs: CostModel, vocabularies: dict[int, tuple[int, ...
         candidate.plan(length, None if candidate.vocabulary_size is None else vocabularies[candidate.vocabulary_size])
         for candidate, length in zip(candidates, lengths, strict=True)
     ]
-    times = measure_rounds(model, [None, *plans], options.context, options.rounds)
-    plain_s = times[0].verify_s
+    plain, times = measure_rounds(model, plans, options.context, options.rounds)
+    plain_s = plain.verify_s
     rows = []
-    for candidate, length, seconds in zip(candidates, lengths, times[1:], strict=True):
+    for candidate, length, seconds in zip(candidates, lengths, times, strict=True):
         verify = costs.verify_ratio(length + 1, candidate)
         rows.append(
             {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from statistics import median
@@ -22,6 +24,8 @@ from layerskip.search.settings import SearchSettings
 __all__ = ["context_for", "longest_context", "measure_costs", "measure_rounds"]
 
 _ROUNDS = 12
+_PLANS_PER_PLAIN = 4
+_LEAST_ROUNDS, _ENOUGH_S = 3, 90.0  # rounds of large models take seconds, and vary the less
 _WARM_UP = 2  # rounds that are not counted: kernels are chosen, programs recorded, caches filled
 
 
@@ -36,7 +40,8 @@ def measure_costs(
 ) -> CostModel:
     """Measure what steps and passes cost behind `context` tokens, at batch 1, on this device.
 
-    About 15 paths run `rounds` rounds each, in turn, so that a machine that is slower for a while is so for all.
+    About 30 plans run `rounds` rounds each, in turn, so that a machine that is slower for a while is so for all; when
+    a minute and a half have passed, three rounds of each are enough.
 
     Args:
         vocabularies: draft vocabularies whose heads are to be measured, ids ascending.
@@ -52,24 +57,30 @@ def measure_costs(
     if type(context) is not int or not 1 <= context <= longest:
         raise SettingError(f"got context={context!r}; expected an integer from 1 to {longest}.")
     blocks = model.decoder.num_blocks
-    candidates = _designs(blocks)
-    plans = [each.plan(2) for each in candidates]
-    plans += [candidates[0].plan(2, ids) for ids in vocabularies]
-    # Nothing of these drafts can be taken over, so that verification runs in full.
-    widths = [Candidate.of(blocks, [0] if blocks > 1 else []).plan(length) for length in range(1, draft_length + 1)]
-    seconds = measure_rounds(model, [None, *plans, *widths], context, rounds, notify)
-    steps = [each.draft_s for each in seconds[1 : 1 + len(plans)]]
-    attention_s, mlp_s, head_s = _fit(candidates, blocks, steps[: len(candidates)])
-    few = {len(ids): steps[len(candidates) + index] for index, ids in enumerate(vocabularies)}
-    of_path = steps[0] - head_s  # blocks alone, as the same plan took them
-    heads = {**{size: max(step - of_path, 1e-9) for size, step in few.items()}, model.decoder.vocab_size: head_s}
+    # Each number of drafts is measured along several paths, and each path by several numbers of drafts.
+    skipping, others = _skipping(blocks), _others(blocks)
+    measured = [(candidate, length) for length in range(1, draft_length + 1) for candidate in skipping]
+    measured += [(candidate, min(2, draft_length)) for candidate in others]
+    heads = [(candidate, ids) for ids in vocabularies for candidate in (skipping[-1], others[-1])]
+    plans = [candidate.plan(length) for candidate, length in measured]
+    plans += [candidate.plan(min(2, draft_length), ids) for candidate, ids in heads]
+    plain, times = measure_rounds(model, plans, context, rounds, notify)
+    vocab_size = model.decoder.vocab_size
+    drafted = [(candidate, vocab_size) for candidate, _ in measured] + [
+        (candidate, len(ids)) for candidate, ids in heads
+    ]
+    attention_s, mlp_s, head_s = _fit(drafted, blocks, [each.draft_s for each in times])
+    by_width = {1: plain.verifications}
+    for (candidate, length), each in zip(measured, times, strict=False):
+        if candidate in skipping:
+            by_width[length + 1] = by_width.get(length + 1, []) + each.verifications
     return CostModel(
-        plain_s=seconds[0].verify_s,
+        plain_s=plain.verify_s,
         attention_s=_shared(attention_s, model.inspection.attention_parameters),
         mlp_s=_shared(mlp_s, model.inspection.mlp_parameters),
-        head_sizes=tuple(sorted(heads)),
-        head_s=tuple(heads[size] for size in sorted(heads)),
-        verify_s=tuple(each.verify_s for each in (seconds[0], *seconds[1 + len(plans) :])),
+        head_sizes=tuple(sorted(head_s)),
+        head_s=tuple(head_s[size] for size in sorted(head_s)),
+        verify_s=tuple(median(by_width[width]) for width in sorted(by_width)),
         conditions=_conditions(model, context, rounds),
     )
 
@@ -129,18 +140,27 @@ class RoundTimes:
 
 def measure_rounds(
     model: Model,
-    plans: Sequence[DraftPlan | None],
+    plans: Sequence[DraftPlan],
     context: int,
     rounds: int,
     notify: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> list[RoundTimes]:
-    """Times of `rounds` rounds by each plan (None: plain steps) behind `context` tokens, the plans in turn."""
-    engines = [_engine(model, plan, context, rounds) for plan in plans]
-    times = [RoundTimes() for _ in plans]
+) -> tuple[RoundTimes, list[RoundTimes]]:
+    """Times of `rounds` rounds by each plan behind `context` tokens, in turn, in an order drawn anew for each round.
+
+    Returns:
+        Of plain steps, which all ratios are to and which therefore take several turns a round; and of each plan.
+    """
+    # A plain engine for every few plans: what comes before a round, or a slow moment, says little of one of many.
+    turns = [*plans, *[None] * -(-len(plans) // _PLANS_PER_PLAIN)]
+    engines = [_engine(model, plan, context, rounds) for plan in turns]
+    plain, times = RoundTimes(), [RoundTimes() for _ in plans]
     for engine in engines:
         engine.read_prompts()
+    order, rng, began = list(range(len(turns))), random.Random(0), time.perf_counter()
     for index in range(_WARM_UP + rounds):
-        for plan, engine, seconds in zip(plans, engines, times, strict=True):
+        rng.shuffle(order)
+        for turn in order:
+            plan, engine, seconds = turns[turn], engines[turn], times[turn] if turn < len(plans) else plain
             before = (engine.stats.draft_s, engine.stats.verify_s + engine.stats.host_s)
             engine.decode_round()
             if index >= _WARM_UP:
@@ -148,9 +168,11 @@ def measure_rounds(
                     seconds.drafts.append((engine.stats.draft_s - before[0]) / plan.num_draft_tokens)
                 seconds.verifications.append(engine.stats.verify_s + engine.stats.host_s - before[1])
         notify("measuring costs", index + 1, _WARM_UP + rounds)
+        if index >= _WARM_UP + _LEAST_ROUNDS - 1 and time.perf_counter() - began > _ENOUGH_S:
+            break
     for engine in engines:
         engine.release()
-    return times
+    return plain, times
 
 
 def _engine(model: Model, plan: DraftPlan | None, context: int, rounds: int) -> Engine:
@@ -165,33 +187,51 @@ def _engine(model: Model, plan: DraftPlan | None, context: int, rounds: int) -> 
     )
 
 
-def _designs(blocks: int) -> list[Candidate]:
-    """Paths that differ in how many attentions, MLPs and whole blocks they run."""
-    second, third, early = range(1, blocks, 2), range(1, blocks, 3), max(1, blocks // 4)
-    designs = [
-        Candidate.of(blocks, second, second),
+def _skipping(blocks: int) -> list[Candidate]:
+    """Paths that leave something out from the first blocks on, so that verification can take nothing of them over."""
+    second, third = range(0, blocks, 2), range(0, blocks, 3)
+    paths = [
+        Candidate.of(blocks, [0]),
+        Candidate.of(blocks, third, second[1:]),
+        Candidate.of(blocks, second, second[1:]),
+    ]
+    return [each for each in dict.fromkeys(paths) if each.path(blocks)]
+
+
+def _others(blocks: int) -> list[Candidate]:
+    """Paths of other proportions of attentions, MLPs and the rest."""
+    second, early = range(1, blocks, 2), max(1, blocks // 4)
+    paths = [
         Candidate.of(blocks),
         Candidate.of(blocks, second),
         Candidate.of(blocks, (), second),
-        Candidate.of(blocks, third, second),
         Candidate.of(blocks, exit_layer=max(1, blocks // 2)),
         Candidate.of(blocks, exit_layer=early),
         Candidate.of(blocks, range(1, early), (), exit_layer=early),
     ]
-    return list(dict.fromkeys(designs))
+    return list(dict.fromkeys(paths))
 
 
-def _fit(candidates: Sequence[Candidate], blocks: int, seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Seconds of an attention, an MLP and all the rest, by least squares of the relative error, none below 0."""
+def _fit(
+    drafted: Sequence[tuple[Candidate, int]], blocks: int, seconds: Sequence[float]
+) -> tuple[float, float, dict[int, float]]:
+    """Seconds of an attention, an MLP, and all the rest by the number of ids scored; none of them negative.
+
+    Least squares of the relative error.
+
+    Args:
+        drafted: of each draft step that was measured, its path and how many ids it scored.
+    """
+    sizes = sorted({ids for _, ids in drafted})
     rows = []
-    for candidate in candidates:
+    for candidate, ids in drafted:
         path = candidate.path(blocks)
-        rows.append([sum(step.attention for step in path), sum(step.mlp for step in path), 1.0])
-    measured = np.asarray(seconds)
-    scaled = np.asarray(rows) / measured[:, None]
-    solution = np.linalg.lstsq(scaled, np.ones(len(measured)), rcond=None)[0]
-    attention_s, mlp_s, rest_s = (max(float(each), 1e-9) for each in solution)
-    return attention_s, mlp_s, rest_s
+        counts = [sum(step.attention for step in path), sum(step.mlp for step in path)]
+        rows.append([*counts, *(float(ids == size) for size in sizes)])
+    scaled = np.asarray(rows) / np.asarray(seconds)[:, None]
+    solution = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0]
+    attention_s, mlp_s, *rest_s = (max(float(each), 1e-9) for each in solution)
+    return attention_s, mlp_s, dict(zip(sizes, rest_s, strict=True))
 
 
 def _shared(mean_s: float, parameters: Sequence[int]) -> tuple[float, ...]:
