@@ -194,8 +194,7 @@ def compare(
         seconds, passes = time.perf_counter() - began, replay.block_passes - passes
         search, other = (Judge(each, costs).judge(found[0]) for each in replays)
         length = search.speedup.num_draft_tokens
-        round_cost = length * other.draft_ratio + costs.verify_ratio(length + 1, found[0])
-        expected = other.acceptance.tokens_per_round(length) / round_cost
+        expected = other.acceptance.tokens_per_round(length) / costs.round_ratio(found[0], length)
         rows.append(
             Row(name, settings, seconds, passes / (2 * bench.num_blocks), found[0], len(found), search, other, expected)
         )

@@ -34,6 +34,10 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 }
 """Inductor's settings by the kind of device."""
 
+MOST_TOKENS = {"cpu": 1}
+"""Tokens, over all rows, of the passes that are worth compiling, where there is a limit. On a CPU a compiled pass over one
+token takes 0.6 of the time with packed weights, and one over four tokens six times as long."""
+
 
 class _Program(NamedTuple):
     run: Callable[..., Any]
@@ -47,11 +51,22 @@ class CompiledForward:
         obstacle: why something could not be compiled, after which nothing else is; None: everything could.
         count: programs compiled.
         seconds: that this took.
+        most: programs that are kept; beyond, the oldest go.
+        most_tokens: passes over more tokens, all rows together, are run as they are; None: none are.
     """
 
-    def __init__(self, decoder: Decoder, options: Mapping[str, Any] | None = None) -> None:
-        """`options`: of inductor; None: those of `OPTIONS` for the decoder's device."""
+    def __init__(
+        self, decoder: Decoder, options: Mapping[str, Any] | None = None, most_tokens: int | None = None
+    ) -> None:
+        """For passes of `decoder`.
+
+        Args:
+            options: of inductor; None: those of `OPTIONS` for the decoder's device.
+            most_tokens: see the class; None: as in `MOST_TOKENS`.
+        """
         self.obstacle: str | None = None
+        self.most = 8
+        self.most_tokens = MOST_TOKENS.get(decoder.device.type) if most_tokens is None else most_tokens
         self.count = 0
         self.seconds = 0.0
         self._decoder = decoder
@@ -89,6 +104,8 @@ class CompiledForward:
     ) -> Tensor:
         """See `Decoder.forward`."""
         path = self._decoder.full_path if path is None else tuple(path)
+        if self.most_tokens is not None and token_ids.numel() > self.most_tokens:
+            return self._decoder.forward(token_ids, starts, visible, cache, path, head)
         of_head = None if head is None else (id(head.linears), id(head.vocabulary))
         key = (path, of_head, tuple(token_ids.shape), visible, cache.capacity)
         program = self._programs.get(key)
@@ -136,6 +153,8 @@ class CompiledForward:
             self.obstacle = "compiling failed: what was compiled computes something else"
             return None
         self.count += 1
+        while len(self._programs) >= self.most:  # each holds a copy of the weights that it reads
+            del self._programs[next(iter(self._programs))]
         self._programs[key] = _Program(run, head)
         return self._programs[key]
 

@@ -94,22 +94,21 @@ def take_rounds(
         DecodingError: there is no memory for the cache.
     """
     records = decoder.device.type == "cuda" if request.cuda_graphs is None else request.cuda_graphs
-    if not (records or request.compile):
-        return Rounds(None, "eager")
-    obstacle = _obstacle(decoder, request, context)
-    if request.compile:
+    compiles, uncompiled = request.compile, None
+    if compiles:
         if compiled.refresh():
             pool.clear()
-        # Without recording nothing is left to gain.
-        obstacle = obstacle or _compiling_obstacle(decoder) or (None if records else compiled.obstacle)
-    if obstacle is not None:
-        return Rounds(None, f"eager: {obstacle}")
+        uncompiled = _compiling_obstacle(decoder, compiled, len(request.prompts)) or compiled.obstacle
+        compiles = uncompiled is None
+    obstacle = _obstacle(decoder, request, context) if records or compiles else uncompiled
+    if obstacle is not None or not (records or compiles):
+        return Rounds(None, "eager" if obstacle is None else f"eager: {obstacle}")
     most = request.plan.most_drafts if request.plan is not None else 0
-    capacity = _doubled(capacity + most) if request.compile else -(-capacity // _CAPACITIES) * _CAPACITIES
+    capacity = _doubled(capacity + most) if compiles else -(-capacity // _CAPACITIES) * _CAPACITIES
     sampling = tuple(getattr(request.settings, name) for name in _SAMPLING)
     own = tuple(request.caller_processors)  # by identity: what is recorded is what they computed
     plan = None if request.plan is None else replace(request.plan, provenance={}, target=None)
-    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan, request.compile, records)
+    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan, compiles, records)
     static = pool.take(key, capacity)
     if static is None:
         cache = _new_cache(decoder, len(request.prompts), capacity, pool)
@@ -120,14 +119,15 @@ def take_rounds(
             state,
             context,
             recorder,
-            compiled=compiled if request.compile else None,
-            verified=tuple(sorted({0, most})) if request.compile else TIERS,
+            compiled=compiled if compiles else None,
+            verified=tuple(sorted({0, most})) if compiles and compiled.most_tokens is None else TIERS,
         )
     else:
         # The noise of what was recorded is read from the seeds that it was recorded with.
         static.context.rule.reseed(context.rule)
         static.context = replace(context, rule=static.context.rule)
-    execution = "static: " + ", ".join(["compiled"] * request.compile + ["CUDA graphs"] * records)
+    execution = "static: " + ", ".join(["compiled"] * compiles + ["CUDA graphs"] * records)
+    execution += "" if uncompiled is None else f", not compiled: {uncompiled}"
     return Rounds(static, execution, partial(pool.give_back, key, static))
 
 
@@ -158,8 +158,10 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
     return None
 
 
-def _compiling_obstacle(decoder: Decoder) -> str | None:
+def _compiling_obstacle(decoder: Decoder, compiled: CompiledForward, rows: int) -> str | None:
     """Why passes of `decoder` are not to be compiled; None: they may."""
+    if compiled.most_tokens is not None and rows > compiled.most_tokens:
+        return f"on {decoder.device.type} a pass over {rows} rows is slower compiled"
     if decoder.is_watched:
         return "modules of the model have hooks, which compiled passes would not call"
     return None

@@ -43,7 +43,7 @@ class Acceptance:
         rates, least = [], 1.0
         for survived, observed in zip(self.survived, self.observed, strict=True):
             # Later offsets have a few anchors less (at a text's end), so the plain ratio could rise by chance.
-            least = min(least, survived / observed) if observed else 0.0
+            least = min(survived / observed, least) if observed else 0.0
             rates.append(least)
         return rates
 
@@ -88,20 +88,19 @@ class SpeedUp:
     num_draft_tokens: int
 
 
-def best_speedup(survival: Sequence[float], draft_ratio: float, verify_ratio: Callable[[int], float]) -> SpeedUp:
+def best_speedup(survival: Sequence[float], round_ratio: Callable[[int], float]) -> SpeedUp:
     """tau(K) / (K c + v(K + 1)) at the K from 1 on for which it is largest (Leviathan et al. 2023, thm. 3.8, with v).
 
     Not drafting at all has 1.0; whether that is more is for the caller to see.
 
     Args:
         survival: see `Acceptance.survival`; at least one offset.
-        draft_ratio: cost of a draft step in plain steps.
-        verify_ratio: cost in plain steps of a verification pass over so many tokens.
+        round_ratio: cost in plain steps of a round of so many drafts, K c + v(K + 1).
     """
     tokens, best = 1.0, SpeedUp(-math.inf, 0)
     for length, rate in enumerate(survival, start=1):
         tokens += rate
-        ratio = tokens / (length * draft_ratio + verify_ratio(length + 1))
+        ratio = tokens / round_ratio(length)
         if ratio > best.ratio:
             best = SpeedUp(ratio, length)
     return best

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from layerskip.sampling import Sampler
 from layerskip.search.texts import Calibration, Text
 from layerskip.text import encode
 
-__all__ = ["make_sampler_of", "write_calibration", "write_prompts"]
+__all__ = ["decoding_options", "make_sampler_of", "write_calibration", "write_prompts"]
 
 Notify = Callable[[str, int, int], None]
 """Told what is going on, how much of it is done, and how much there is."""
@@ -31,6 +31,9 @@ _LONGEST_QUESTION = 96
 _LONGEST_START = 32  # of a base model's text
 _TRIES = 4  # prompts are drawn for at most so many times the texts that are wanted
 _FREE: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 64}
+_LEFT_OUT = (
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "min_new_tokens", "min_length",
+)  # fmt: skip
 _MARK = "\u241e"  # stands for what a user says, to find where in the template that is
 
 
@@ -65,43 +68,74 @@ def write_calibration(
         if type(value) is not int or value < least:
             raise SettingError(f"got {name}={value!r}; expected an integer of at least {least}.")
     if sampling is not None:
-        make_sampler_of(model, sampling)
+        make_sampler_of(model, sampling)  # says what is wrong with it
+    options, left_out = decoding_options(model, sampling)
     wanted = {"search": positions, "held_out": held_out_positions, "frequency": frequency_positions}
     wanted = {name: count for name, count in wanted.items() if count}
     total = sum(wanted.values())
-    if prompts is None:
-        source, rows = "written by the model", _written_rows(model, total // new_tokens + len(wanted), seed, notify)
-    else:
-        source, rows = "given prompts", _given_rows(model, prompts, seed)
+    writes, asked = prompts is None, total // new_tokens + len(wanted)
+    notify("writing prompts", 0, asked)
+    rows = write_prompts(model, asked, seed) if prompts is None else _given_rows(model, prompts, seed)
     if len(rows) < len(wanted):
         raise InputError(
             f"got {len(rows)} different prompt(s) that the model has room to answer; expected {len(wanted)} or more, "
             f"one for each use: {', '.join(wanted)}. Give more or shorter prompts, or none: the model then writes its "
             "own."
         )
-    new_tokens = min(512, max(new_tokens, 2 + total // len(rows)))
-    options: dict[str, Any] = {"do_sample": sampling is not None, **(sampling or {})}
-    options["max_new_tokens"] = min(new_tokens, max(2, model.decoder.max_positions // 2))
+    longest = min(512, max(new_tokens, 2 + total // len(rows)), max(2, model.decoder.max_positions // 2))
     parts: dict[str, list[Text]] = {name: [] for name in ("search", "held_out", "frequency")}
     found = dict.fromkeys(wanted, 0)
-    for batch in _batched(rows):
-        if all(found[name] >= wanted[name] for name in wanted):
-            break
-        answers = model.generate(batch, seed=seed, **options)
+    first = 0
+    while first < len(rows) and any(found[name] < wanted[name] for name in wanted):
+        batch = rows[first : first + _ROWS]
+        answers = model.generate(batch, max_new_tokens=longest, seed=seed + first, **options)
         for prompt, answer in zip(batch, answers.new_token_ids, strict=True):
             name = min(wanted, key=lambda each: found[each] / wanted[each])  # all fill up alike
             if len(answer) > 1 and found[name] < wanted[name]:
                 parts[name].append(Text(tuple(prompt), tuple(answer)))
                 found[name] += len(answer) - 1
+        first += len(batch)
+        if writes and first >= len(rows) and len(rows) < _TRIES * asked:  # answers are shorter than they might be
+            known = set(map(tuple, rows))
+            more = write_prompts(model, len(batch), seed + 1000 * len(rows))
+            rows += [row for row in more if tuple(row) not in known]
         notify("writing calibration texts", min(sum(found.values()), total), total)
     if not all(parts[name] for name in wanted):
         raise InputError(
             f"got {sum(map(len, parts.values()))} answer(s) of more than one token, in which something can be drafted; "
             f"expected {len(wanted)} or more. Give prompts that ask for text."
         )
-    about = {"source": source, "seed": seed, "sampling": dict(sampling or {}) or None, **counts}
-    about |= {"frequency_positions": frequency_positions, "new_tokens": new_tokens}
+    if sum(found.values()) < 0.9 * total:
+        warnings.warn(
+            f"the answers have {sum(found.values()):,} tokens in which something can be drafted, of {total:,} "
+            "that were asked for: the search knows less than it might. Give more prompts, or ask for fewer positions",
+            stacklevel=2,
+        )
+    about = {
+        "source": "written by the model" if writes else "given prompts",
+        "seed": seed,
+        "sampling": None if sampling is None else dict(sampling),
+        "left_out": left_out,
+        "new_tokens": longest,
+        "tokens_asked": wanted,
+        "tokens_found": found,
+    }
     return Calibration(tuple(parts["search"]), tuple(parts["held_out"]), tuple(parts["frequency"]), about)
+
+
+def decoding_options(model: Model, sampling: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How a search decodes: greedily or by `sampling`, without what looks at the tokens before a position.
+
+    A checkpoint's own config may ask for a repetition penalty and the like, also when decoding is greedy. Replay, which
+    takes all positions at once, cannot apply them; so texts are written, and plans measured, without them.
+
+    Returns:
+        Options of `Model.generate`, and those of the checkpoint's settings that they leave out.
+    """
+    options = {**dict.fromkeys(_LEFT_OUT), "do_sample": sampling is not None, **(sampling or {})}
+    own: Any = model.check([0], max_new_tokens=2).settings
+    left_out = {name: getattr(own, name) for name in _LEFT_OUT if getattr(own, name) and name not in (sampling or {})}
+    return options, {name: value for name, value in left_out.items() if value != 1.0}
 
 
 def make_sampler_of(model: Model, sampling: Mapping[str, Any]) -> Sampler:
@@ -111,13 +145,14 @@ def make_sampler_of(model: Model, sampling: Mapping[str, Any]) -> Sampler:
         SettingError: settings that look at the tokens before a position, which replay does not have in order.
         LayerSkipError: settings that do not exist, or out of range.
     """
-    request = model.check([0], max_new_tokens=2, do_sample=True, **sampling)
+    options, _ = decoding_options(model, sampling)
+    request = model.check([0], max_new_tokens=2, **options)
     processors = make_processors(request.settings, request.caller_processors, [1], str(model.decoder.device))
     sampler = Sampler(processors, do_sample=True)
     if not sampler.prefix_free:
         raise SettingError(
-            "got sampling settings of which some look at the tokens before each position (a penalty, bad words); "
-            "expected temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff or eta_cutoff."
+            f"got sampling={dict(sampling)!r}, some of which looks at the tokens before each position (a penalty, bad "
+            "words); expected temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff or eta_cutoff."
         )
     return sampler
 
@@ -137,11 +172,6 @@ def write_prompts(model: Model, count: int, seed: int = 0) -> list[list[int]]:
         if len(prompts) >= count:
             break
     return [list(each) for each in list(prompts)[:count]]
-
-
-def _written_rows(model: Model, count: int, seed: int, notify: Notify) -> list[list[int]]:
-    notify("writing prompts", 0, count)
-    return write_prompts(model, count, seed)
 
 
 def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[int]]:
@@ -166,11 +196,6 @@ def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[in
         )
     random.Random(seed).shuffle(answerable)
     return answerable
-
-
-def _batched(rows: Sequence[list[int]]) -> Iterator[list[list[int]]]:
-    for first in range(0, len(rows), _ROWS):
-        yield list(rows[first : first + _ROWS])
 
 
 def _start_of_user_turn(model: Model) -> tuple[list[int], bool]:

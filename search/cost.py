@@ -30,6 +30,8 @@ class CostModel:
         verify_s: of a verification pass over 1, 2, … tokens and of all that follows from it, when no block's states
             can be taken from the draft; beyond the last it grows as between the last two.
         conditions: where this was measured: device, dtype, threads, context length, versions.
+        reuses_exact_states: verification takes over what the draft's leading whole blocks computed (static rounds, the
+            way of GPUs, do not).
     """
 
     plain_s: float
@@ -39,6 +41,7 @@ class CostModel:
     head_s: tuple[float, ...]
     verify_s: tuple[float, ...]
     conditions: dict[str, Any]
+    reuses_exact_states: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -66,10 +69,14 @@ class CostModel:
             seconds = known[width - 1]
         else:
             seconds = known[-1] + (width - len(known)) * max(0.0, known[-1] - known[-2] if len(known) > 1 else 0.0)
-        if candidate is not None:
+        if candidate is not None and self.reuses_exact_states:
             reused = count_exact_blocks(candidate.path(self.num_blocks)) / self.num_blocks
             seconds -= reused * self._blocks_share * (seconds - known[0])
         return seconds / self.plain_s
+
+    def round_ratio(self, candidate: Candidate, num_draft_tokens: int) -> float:
+        """Cost of a whole round in plain steps: K c + v(K + 1) of Leviathan et al. 2023, thm. 3.8."""
+        return num_draft_tokens * self.draft_ratio(candidate) + self.verify_ratio(num_draft_tokens + 1, candidate)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -22,12 +22,22 @@ from layerskip.search.cost import CostModel
 from layerskip.search.front import pareto_front
 from layerskip.search.held_out import evaluate
 from layerskip.search.judge import Judge
+from layerskip.search.measuring import conditions_of
 from layerskip.search.progress import Progress, Silent
 from layerskip.search.result import HeldOut, SearchResult, TrialRecord
 from layerskip.search.settings import Budget, SearchSettings
 from layerskip.search.storage import close_storage, open_storage, redacted, run_trial
 from layerskip.search.storage_faults import Notify
-from layerskip.search.study import FINISHED, Prepared, objective, open_study, record_of, records_of, space_of
+from layerskip.search.study import (
+    FINISHED,
+    Prepared,
+    block_passes_of,
+    objective,
+    open_study,
+    record_of,
+    records_of,
+    space_of,
+)
 from layerskip.search.trying import measure_speedup
 
 __all__ = ["find_plan", "load_result"]
@@ -87,7 +97,7 @@ def find_plan(
     try:
         prepared, judge = open_study(model, opened, study, settings, prompts, costs, progress, heartbeat_s)
         run_trials(prepared, judge, budget, progress, callbacks)
-        conclude(model, prepared, measure, progress, judge.replay.block_passes)
+        conclude(model, prepared, measure, progress)
         where = "memory" if storage is None else redacted(str(storage))
         return _result(prepared.study, where, time.perf_counter() - began)
     finally:
@@ -103,8 +113,7 @@ def run_trials(
     try:
         while repeats < _REPEATS:
             finished = [each for each in study.get_trials(deepcopy=False) if each.state in FINISHED]
-            spent = time.perf_counter() - began
-            if (budget.trials or len(finished) + 1) <= len(finished) or spent >= (budget.seconds or spent + 1):
+            if budget.is_spent(len(finished), time.perf_counter() - began):
                 break
             tried = {prepared.space.candidate(each.params) for each in finished}
             trial = run_trial(study, run)
@@ -117,17 +126,14 @@ def run_trials(
             progress.trial(record_of(trial, prepared.space), best, len(finished) + 1)
         if repeats >= _REPEATS:
             progress.message(
-                f"the last {repeats} candidates had all been tried before: there is nothing left to search"
+                f"the last {repeats} candidates had all been tried before: the sampler has nothing new to propose"
             )
     except KeyboardInterrupt:
         progress.message("interrupted: the search ends with the trials that it has; interrupt again to leave at once")
 
 
-def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress, passes: float = 0.0) -> None:
+def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress) -> None:
     """Take the best trial, look at it on the held-out texts, and write that into the study.
-
-    Args:
-        passes: sub-blocks that this worker has run over all texts.
 
     Raises:
         SearchError: no trial was finished.
@@ -150,7 +156,8 @@ def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress
             "held_out": asdict(held_out),
             "trial": best.number,
             "model": model.name,
-            "block_passes": passes,
+            # Whoever concludes need not be who measured the costs.
+            "measured_under": conditions_of(model) if measure else None,
         },
     )
 
@@ -203,13 +210,13 @@ def _result(study: optuna.Study, storage: str, seconds: float = 0.0) -> SearchRe
         settings={**made_for["settings"], "calibration": attributes["calibration"]["settings"]},
         conditions={
             **costs["conditions"],
-            **made_for["runs_as"],
+            "measured_under": found["measured_under"],
             "model": found["model"],
             "architecture": made_for["model"]["architecture"],
         },
         study=study.study_name,
         storage=storage,
-        block_passes=found["block_passes"],
+        block_passes=block_passes_of(study),
         seconds=seconds,
     )
 

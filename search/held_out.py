@@ -46,8 +46,7 @@ def evaluate(
     per_round = interval_over_texts(
         lambda rows: sum(positions[row] for row in rows) / sum(rounds[row] for row in rows), len(rounds)
     )
-    cost = num_draft_tokens * judge.costs.draft_ratio(candidate)
-    cost += judge.costs.verify_ratio(num_draft_tokens + 1, candidate)
+    cost = judge.costs.round_ratio(candidate, num_draft_tokens)
 
     def pooled(rows: Iterable[int]) -> Acceptance:
         return Acceptance.pooled(acceptances[row] for row in rows)

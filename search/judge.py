@@ -63,9 +63,8 @@ class Judge:
 
     def verdict(self, candidate: Candidate, acceptance: Acceptance) -> Verdict:
         """What follows from an acceptance that was found."""
-        ratio = self.costs.draft_ratio(candidate)
-        speedup = best_speedup(acceptance.survival, ratio, lambda width: self.costs.verify_ratio(width, candidate))
-        return Verdict(candidate, acceptance, ratio, speedup)
+        speedup = best_speedup(acceptance.survival, lambda length: self.costs.round_ratio(candidate, length))
+        return Verdict(candidate, acceptance, self.costs.draft_ratio(candidate), speedup)
 
     def judge(self, candidate: Candidate, batches: int | None = None) -> Verdict:
         """Replay `candidate`, on all texts or on the first `batches` parts only (which is not remembered)."""

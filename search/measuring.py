@@ -21,7 +21,7 @@ from layerskip.search.candidate import Candidate
 from layerskip.search.cost import CostModel
 from layerskip.search.settings import SearchSettings
 
-__all__ = ["context_for", "longest_context", "measure_costs", "measure_rounds"]
+__all__ = ["conditions_of", "context_for", "longest_context", "measure_costs", "measure_rounds"]
 
 _ROUNDS = 12
 _PLANS_PER_PLAIN = 4
@@ -65,6 +65,8 @@ def measure_costs(
     plans = [candidate.plan(length) for candidate, length in measured]
     plans += [candidate.plan(min(2, draft_length), ids) for candidate, ids in heads]
     plain, times = measure_rounds(model, plans, context, rounds, notify)
+    probe = _engine(model, plans[0], 1, 1)
+    probe.release()
     vocab_size = model.decoder.vocab_size
     drafted = [(candidate, vocab_size) for candidate, _ in measured] + [
         (candidate, len(ids)) for candidate, ids in heads
@@ -81,7 +83,8 @@ def measure_costs(
         head_sizes=tuple(sorted(head_s)),
         head_s=tuple(head_s[size] for size in sorted(head_s)),
         verify_s=tuple(median(by_width[width]) for width in sorted(by_width)),
-        conditions=_conditions(model, context, rounds),
+        conditions={**conditions_of(model), "context": context, "rounds": len(times[0].verifications), "batch": 1},
+        reuses_exact_states=probe.static is None,
     )
 
 
@@ -127,6 +130,12 @@ class RoundTimes:
         self.drafts: list[float] = []
         self.verifications: list[float] = []
 
+    def note(self, draft_s: float | None, verify_s: float) -> None:
+        """Count a round."""
+        if draft_s is not None:
+            self.drafts.append(draft_s)
+        self.verifications.append(verify_s)
+
     @property
     def draft_s(self) -> float:
         """Median of a draft step."""
@@ -147,6 +156,8 @@ def measure_rounds(
 ) -> tuple[RoundTimes, list[RoundTimes]]:
     """Times of `rounds` rounds by each plan behind `context` tokens, in turn, in an order drawn anew for each round.
 
+    When a minute and a half have passed, three rounds of each are enough.
+
     Returns:
         Of plain steps, which all ratios are to and which therefore take several turns a round; and of each plan.
     """
@@ -154,25 +165,31 @@ def measure_rounds(
     turns = [*plans, *[None] * -(-len(plans) // _PLANS_PER_PLAIN)]
     engines = [_engine(model, plan, context, rounds) for plan in turns]
     plain, times = RoundTimes(), [RoundTimes() for _ in plans]
-    for engine in engines:
-        engine.read_prompts()
     order, rng, began = list(range(len(turns))), random.Random(0), time.perf_counter()
-    for index in range(_WARM_UP + rounds):
-        rng.shuffle(order)
-        for turn in order:
-            plan, engine, seconds = turns[turn], engines[turn], times[turn] if turn < len(plans) else plain
-            before = (engine.stats.draft_s, engine.stats.verify_s + engine.stats.host_s)
-            engine.decode_round()
-            if index >= _WARM_UP:
-                if plan is not None:
-                    seconds.drafts.append((engine.stats.draft_s - before[0]) / plan.num_draft_tokens)
-                seconds.verifications.append(engine.stats.verify_s + engine.stats.host_s - before[1])
-        notify("measuring costs", index + 1, _WARM_UP + rounds)
-        if index >= _WARM_UP + _LEAST_ROUNDS - 1 and time.perf_counter() - began > _ENOUGH_S:
-            break
-    for engine in engines:
-        engine.release()
+    try:
+        for engine in engines:
+            engine.read_prompts()
+        for index in range(_WARM_UP + rounds):
+            rng.shuffle(order)
+            for turn in order:
+                seconds = _round(engines[turn], turns[turn])
+                if index >= _WARM_UP:
+                    (times[turn] if turn < len(plans) else plain).note(*seconds)
+            notify("measuring costs", index + 1, _WARM_UP + rounds)
+            if index >= _WARM_UP + _LEAST_ROUNDS - 1 and time.perf_counter() - began > _ENOUGH_S:
+                break
+    finally:
+        for engine in engines:
+            engine.release()
     return plain, times
+
+
+def _round(engine: Engine, plan: DraftPlan | None) -> tuple[float | None, float]:
+    """Run one round: seconds of a draft step (None: it is a plain step), and of all else."""
+    before = (engine.stats.draft_s, engine.stats.verify_s + engine.stats.host_s)
+    engine.decode_round()
+    draft_s, verify_s = engine.stats.draft_s - before[0], engine.stats.verify_s + engine.stats.host_s - before[1]
+    return None if plan is None else draft_s / plan.num_draft_tokens, verify_s
 
 
 def _engine(model: Model, plan: DraftPlan | None, context: int, rounds: int) -> Engine:
@@ -240,7 +257,8 @@ def _shared(mean_s: float, parameters: Sequence[int]) -> tuple[float, ...]:
     return tuple(mean_s * each / mean for each in parameters)
 
 
-def _conditions(model: Model, context: int, rounds: int) -> dict[str, Any]:
+def conditions_of(model: Model) -> dict[str, Any]:
+    """When, where and with what something is measured."""
     device = model.decoder.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
@@ -248,9 +266,6 @@ def _conditions(model: Model, context: int, rounds: int) -> dict[str, Any]:
         "device": f"{device} ({name})",
         "dtype": str(model.decoder.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "context": context,
-        "rounds": rounds,
-        "batch": 1,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

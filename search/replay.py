@@ -61,11 +61,17 @@ class TextOutcome:
         return lengths
 
     def acceptance(self, draft_length: int) -> Acceptance:
-        """Counts over this text's anchors, for offsets below `draft_length`."""
+        """Counts over this text's anchors, for offsets below `draft_length`.
+
+        A first draft that the next anchor cuts short is left out: over all shifts, the beginning of the text would
+        otherwise count more often than the rest.
+        """
         survived, observed = [0.0] * draft_length, [0] * draft_length
         stands, overlaps, anchors = self.stands.tolist(), self.overlap.tolist(), self.anchors.tolist()
-        alive = 1.0
+        alive, second = 1.0, next((anchor for anchor in anchors if anchor > 0), 0)
         for index, anchor in enumerate(anchors):
+            if index < second < draft_length:
+                continue
             offset = index - anchor
             alive = 1.0 if offset == 0 else alive
             survived[offset] += alive * overlaps[index]
@@ -188,7 +194,8 @@ class Replay:
         Args:
             head: that drafts are scored with; None: the model's own.
             shift: moves the anchors on by so many positions; over `draft_length` successive shifts every position is
-                an anchor once, and at every offset once.
+                an anchor, and at every offset once (the first few positions, in drafts cut short, more often at low
+                ones).
             draft_length: another than the replay's own.
 
         Raises:
@@ -288,8 +295,9 @@ class Replay:
         prefixes = next_tokens[None, :0]
         draft_probs, _ = distribution(self.sampler.scores(logits, prefixes, [0]))
         target_probs, _ = distribution(self.sampler.scores(target_logits, prefixes, [0]))
-        of_text = next_tokens[None, :, None]
-        ratio = draft_probs.gather(2, of_text) / target_probs.gather(2, of_text)
+        drafted, targeted = (probs.gather(2, next_tokens[None, :, None]) for probs in (draft_probs, target_probs))
+        # By rounding, top-k and the like may leave out here what they did not when the text was drawn.
+        ratio = torch.where(targeted > 0, drafted / targeted, (drafted > 0).to(drafted.dtype))
         return ratio.clamp(max=1).flatten(), torch.minimum(draft_probs, target_probs).sum(-1).flatten()
 
     def _read(self, first: int, texts: Sequence[Text], kept: frozenset[int]) -> _Batch:

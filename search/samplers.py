@@ -85,16 +85,10 @@ class EliteSampler(BaseSampler):
         return child
 
     def _names(self, child: Mapping[str, Any], space: Mapping[str, BaseDistribution]) -> list[str]:
-        """Choices that may be changed: no sub-block behind the exit; exit and ids as often as two sub-blocks."""
+        """Choices whose change would change the candidate: no sub-block behind the exit."""
         exit_layer = child.get("exit", self._space.num_blocks)
-        names = []
-        for name in space:
-            _, _, layer = name.partition(" ")
-            if not layer:
-                names.append(name)
-            elif int(layer) < exit_layer:
-                names.append(name)
-        return names
+        layers = {name: name.partition(" ")[2] for name in space}
+        return [name for name, layer in layers.items() if not layer or int(layer) < exit_layer]
 
     def _changed(self, value: Any, distribution: BaseDistribution) -> Any:
         if isinstance(distribution, IntDistribution):

@@ -28,6 +28,24 @@ class Budget:
     trials: int | None = 200
     seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            SettingError: no limit at all, or one that is not positive.
+        """
+        for name in ("trials", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
+                raise SettingError(f"got a budget of {name}={value!r}; expected a number above 0, or None.")
+        if self.trials is None and self.seconds is None:
+            raise SettingError("got a budget without any limit; expected a number of trials or of seconds.")
+
+    def is_spent(self, finished: int, seconds: float) -> bool:
+        """Whether so many finished trials in the study, or so many seconds of this worker, are enough."""
+        by_trials = self.trials is not None and finished >= self.trials
+        return by_trials or (self.seconds is not None and seconds >= self.seconds)
+
     @classmethod
     def parse(cls, text: str | Budget) -> Budget:
         """Read ``"200 trials"``, ``"200"``, ``"10m"``, ``"90s"``, ``"1.5h"``.
@@ -104,6 +122,14 @@ class SearchSettings:
         for name in ("skips", "exits", "prune"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"got {name}={getattr(self, name)!r}; expected True or False.")
+        if self.sampling is not None and not isinstance(self.sampling, Mapping):
+            raise SettingError(
+                f"got sampling={self.sampling!r}; expected decoding settings by name, or None for greedy."
+            )
+        if "do_sample" in (self.sampling or {}):
+            raise SettingError(
+                "got do_sample in sampling, which is all about that; leave it out, or pass sampling=None."
+            )
         sizes = self.vocabulary_sizes
         if sizes is not None and not all(type(each) is int and each >= 1 for each in sizes):
             raise SettingError(f"got vocabulary_sizes={sizes!r}; expected integers of at least 1.")
@@ -133,7 +159,8 @@ class SearchSettings:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         sizes = None if self.vocabulary_sizes is None else list(self.vocabulary_sizes)
-        return asdict(self) | {"vocabulary_sizes": sizes, "sampling": dict(self.sampling) if self.sampling else None}
+        sampling = None if self.sampling is None else dict(self.sampling)
+        return asdict(self) | {"vocabulary_sizes": sizes, "sampling": sampling}
 
 
 def refuse_differences(study: str, kept: Mapping[str, Any], asked: Mapping[str, Any], what: str) -> None:

@@ -73,9 +73,11 @@ def starts(judge: Judge, space: Space, retention: dict[str, list[float]], batche
         ]
     if space.exits:
         found += [Start(f"exit {layer}", Candidate.of(num, exit_layer=layer)) for layer in _exits(num)]
+    shares = {size: _coverage(judge, size) for size in space.vocabulary_sizes}
     inside: dict[Candidate, Start] = {}
     for start in found:
-        candidate = space.nearest(replace(start.candidate, vocabulary_size=_size_for(judge, space, start.candidate)))
+        size = _size_for(judge, shares, start.candidate)
+        candidate = space.nearest(replace(start.candidate, vocabulary_size=size))
         if candidate.drafts(num):
             inside.setdefault(candidate, Start(start.name, candidate))
     return list(inside.values())
@@ -126,19 +128,20 @@ def _exits(num_blocks: int) -> list[int]:
     return sorted({max(1, min(num_blocks - 1, round(num_blocks * part / 8))) for part in range(1, 8)})
 
 
-def _size_for(judge: Judge, space: Space, candidate: Candidate) -> int | None:
+def _size_for(judge: Judge, shares: dict[int | None, float], candidate: Candidate) -> int | None:
     """The draft vocabulary that should serve `candidate`, if it drafts alike whatever is scored.
 
     A draft can only stand where the text's own next token is scored, so acceptance shrinks by the share of such tokens.
+
+    Args:
+        shares: of the texts' tokens, by the size of the vocabulary that scores them.
     """
-    shares = {size: _coverage(judge, size) for size in space.vocabulary_sizes}
 
     def prospect(size: int | None) -> float:
-        ratio = judge.costs.draft_ratio(replace(candidate, vocabulary_size=size))
         chance = 0.8 * shares[size]
-        return (1 + chance + chance**2) / (2 * ratio + judge.costs.verify_ratio(3))
+        return (1 + chance + chance**2) / judge.costs.round_ratio(replace(candidate, vocabulary_size=size), 2)
 
-    return max(space.vocabulary_sizes, key=prospect)
+    return max(shares, key=prospect)
 
 
 def _coverage(judge: Judge, size: int | None) -> float:

@@ -33,7 +33,7 @@ from layerskip.search.measuring import context_for, measure_costs
 from layerskip.search.progress import Progress
 from layerskip.search.replay import Replay
 from layerskip.search.result import TrialRecord
-from layerskip.search.samplers import make_sampler
+from layerskip.search.samplers import make_pruner, make_sampler
 from layerskip.search.settings import SearchSettings, refuse_differences
 from layerskip.search.space import Space
 from layerskip.search.starts import single_retention, starts
@@ -41,6 +41,7 @@ from layerskip.search.texts import Calibration, Text
 
 __all__ = [
     "Prepared",
+    "block_passes_of",
     "load_prepared",
     "objective",
     "open_study",
@@ -104,12 +105,15 @@ def open_study(
         SearchError: the study was made for another model, or with other settings, prompts or costs.
         LayerSkipError: its texts cannot be written, or its costs not be measured.
     """
+    if costs is not None and costs.num_blocks != model.decoder.num_blocks:
+        raise SettingError(
+            f"got costs of {costs.num_blocks} blocks for a model of {model.decoder.num_blocks}; expected those of this "
+            "model. Measure them on it, or leave them out."
+        )
     with _quiet_optuna():
         directions = _directions(settings.objective)
         study = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
     asked = _identity(model, settings, prompts)
-    if costs is not None and costs.num_blocks != model.decoder.num_blocks:
-        raise SettingError(f"got costs of {costs.num_blocks} blocks for a model of {model.decoder.num_blocks}.")
     judge, claim, waits = None, Claim(study, heartbeat_s), False
     while not study.user_attrs.get("prepared"):
         if claim.take():
@@ -146,8 +150,7 @@ def load_prepared(model: Model, study: optuna.Study, settings: SearchSettings, s
     study.sampler = make_sampler(settings.sampler, space, seed)
     study.pruner = optuna.pruners.NopPruner()  # Optuna's default would prune
     if settings.prune and settings.objective == "speedup":
-        with _quiet_optuna():
-            study.pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3)
+        study.pruner = make_pruner()
     return Prepared(
         study,
         settings,
@@ -220,6 +223,13 @@ def space_of(study: optuna.Study) -> Space:
     return settings.space(made_for["model"]["num_layers"], made_for["model"]["vocab_size"])
 
 
+def block_passes_of(study: optuna.Study) -> float:
+    """Sub-blocks run over all positions of the texts, by the starts and all trials that have ended."""
+    verdicts = [each.user_attrs.get("verdict", {}) for each in study.get_trials(deepcopy=False)]
+    spent = sum(float(each.get("block_passes", 0.0)) for each in verdicts)
+    return spent + float(study.user_attrs.get("start_block_passes", 0.0))
+
+
 _NOTED = ("acceptance_rate", "standard_error", "draft_ratio", "speedup", "num_draft_tokens", "seconds")
 
 
@@ -243,7 +253,7 @@ def _of_part(judge: Judge, verdict: Verdict, acceptances: Sequence[Acceptance]) 
     """The speed-up on one part of the texts, at the number of drafts that is best on all of them so far."""
     length = verdict.speedup.num_draft_tokens
     tokens = Acceptance.pooled(acceptances).tokens_per_round(length)
-    return tokens / (length * verdict.draft_ratio + judge.costs.verify_ratio(length + 1, verdict.candidate))
+    return tokens / judge.costs.round_ratio(verdict.candidate, length)
 
 
 def _directions(objective: str) -> list[StudyDirection]:
@@ -314,6 +324,9 @@ def _prepare(
             notify=stage,
         )
         keep("calibration", calibration.to_dict())
+        if calibration.settings["left_out"]:
+            told = ", ".join(f"{name}={value!r}" for name, value in calibration.settings["left_out"].items())
+            progress.message(f"the checkpoint's {told} is left out while searching: replay cannot apply it")
     calibration = Calibration.from_dict(study.user_attrs["calibration"])
     if study.user_attrs.get("costs") is None:
         costs = measure_costs(

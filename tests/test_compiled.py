@@ -36,6 +36,7 @@ def as_it_is(monkeypatch) -> list[object]:
         return graph
 
     monkeypatch.setattr("torch._inductor.compile", compile_nothing)
+    monkeypatch.setattr("layerskip.compiled.MOST_TOKENS", {})  # as where nothing is known against wide passes
     return seen
 
 
@@ -44,7 +45,7 @@ def test_what_inductor_compiles():
     """In float32, where weights are packed; greedy, and sampled with the noise of the same seed."""
     model = layerskip.wrap(copy.deepcopy(agreeing_model("llama")).float())
     model.prepare()
-    model.compiled = CompiledForward(model.decoder, QUICK)
+    model.compiled = CompiledForward(model.decoder, QUICK, most_tokens=100)
     plan = off(DraftPlan.exit(2, num_draft_tokens=3))
     for call in (GREEDY, {**SAMPLED, "acceptance_rule": "invariant"}):
         compiled, eager = (model.generate(prompt(), **plan, **call, compile=each) for each in (True, False))
@@ -88,6 +89,35 @@ class TestTheGraph:
         assert len(inputs) == 2 + decoder.num_blocks
         expected = decoder.forward(prompt(2), starts, 16, cache)
         assert torch.allclose(graph(*inputs)[0], expected, atol=1e-4)
+
+
+class TestOnThisDevice:
+    """A CPU gains by compiled passes over one token, and loses by wider ones."""
+
+    def test_drafts_and_plain_steps_are_compiled_and_verification_is_not(self, as_it_is):
+        model = layerskip.wrap(agreeing_model("llama"))
+        model.compiled = CompiledForward(model.decoder, most_tokens=1)
+        result = model.generate(prompt(), **off(PLANS["exit"]), **GREEDY, compile=True)
+        assert torch.equal(result.sequences, model.generate(prompt(), **GREEDY).sequences)
+        assert {shapes[0] for _, shapes in as_it_is} == {(1, 1)}
+        assert result.stats.execution == "static: compiled" and result.stats.accepted > 0
+
+    def test_a_batch_says_that_it_would_lose(self, as_it_is):
+        model = layerskip.wrap(tiny_model("llama"))
+        model.compiled = CompiledForward(model.decoder, most_tokens=1)
+        stats = model.generate(prompt(batch=2), **GREEDY, compile=True).stats
+        assert stats.execution == "eager: on cpu a pass over 2 rows is slower compiled" and not as_it_is
+
+    def test_the_limit_of_the_cpu_is_the_default(self):
+        assert CompiledForward(layerskip.wrap(tiny_model("llama")).decoder).most_tokens == 1
+
+    def test_the_oldest_programs_make_room(self, as_it_is):
+        model = layerskip.wrap(tiny_model("llama"))
+        model.compiled.most = 2
+        for layer in (1, 2, 3, 1):
+            plan = off(DraftPlan.exit(layer, num_draft_tokens=1))
+            model.generate(prompt(), **plan, **GREEDY, compile=True)
+            assert len(model.compiled._programs) <= 2
 
 
 class TestAgain:

@@ -1,5 +1,6 @@
 """The search as a whole, on tiny models: it finds what is planted, resumes, refuses another study, ends when told."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_a_small_space_is_searched_to_its_end() -> None:
     told = Told()
     result = search(planted(), 500, replace(SMALL, skips=False), progress=told)  # exits at 1, 2, 3, or none
     assert {each.candidate.exit_layer for each in result.trials} == {1, 2, 3, None}
-    assert len(result.trials) < 60 and any("nothing left to search" in each for each in told.messages)
+    assert len(result.trials) < 60 and any("nothing new to propose" in each for each in told.messages)
 
 
 def test_two_objectives_give_a_front() -> None:
@@ -182,6 +183,16 @@ def test_sampled_texts_are_searched_as_sampled() -> None:
     assert 0 < result.best.acceptance_rate <= 1
     with pytest.raises(SettingError, match="penalty"):
         search(planted(), 6, replace(SMALL, sampling={"repetition_penalty": 1.3}))
+
+
+def test_a_checkpoints_own_penalties_are_left_out_and_told() -> None:
+    """They act on greedy decoding too, and replay cannot apply them: texts and figures are without."""
+    told, penalised = Told(), copy.deepcopy(planted().hf_model)
+    penalised.generation_config.repetition_penalty = 1.7
+    result = search(layerskip.wrap(penalised), 5, progress=told)
+    assert result.settings["calibration"]["left_out"] == {"repetition_penalty": 1.7}
+    assert any("repetition_penalty=1.7 is left out" in each for each in told.messages)
+    assert replace(result.best, seconds=None) == replace(search(planted(), 5).best, seconds=None)
 
 
 def test_draft_vocabularies_are_part_of_the_space() -> None:
@@ -207,6 +218,17 @@ def test_bad_budgets(budget: str) -> None:
         Budget.parse(budget)
 
 
+@pytest.mark.parametrize("limits", [(None, None), (0, None), (-1, None), (None, 0.0), (True, None), ("9", None)])
+def test_a_budget_has_a_limit(limits: tuple[object, object]) -> None:
+    with pytest.raises(SettingError, match="budget"):
+        Budget(*limits)
+
+
+def test_a_budget_is_spent_by_trials_or_by_time() -> None:
+    assert not Budget(5, 60).is_spent(4, 59)
+    assert Budget(5, 60).is_spent(5, 0) and Budget(5, 60).is_spent(0, 60) and Budget(None, 60).is_spent(0, 61)
+
+
 @pytest.mark.parametrize(
     ("text", "budget"),
     [("200 trials", Budget(200)), ("7", Budget(7)), ("10m", Budget(None, 600)), ("1.5H", Budget(None, 5400))],
@@ -222,6 +244,8 @@ def test_budgets(text: str, budget: Budget) -> None:
         ({"sampler": "elit"}, "Did you mean 'elite'"),
         ({"positions": 0}, "positions=0"),
         ({"seed": -1}, "seed=-1"),
+        ({"sampling": 0.7}, "sampling=0.7"),
+        ({"sampling": {"do_sample": True}}, "do_sample in sampling"),
         ({"skips": 1}, "skips=1"),
         ({"vocabulary_sizes": (0,)}, "vocabulary_sizes"),
         ({"vocabulary_sizes": (10**6,)}, "1,000,000 ids"),

@@ -11,7 +11,7 @@ from layerskip.models.decoder import Decoder
 from layerskip.sampling import Sampler
 from layerskip.search.acceptance import Acceptance, best_speedup
 from layerskip.search.candidate import Candidate
-from layerskip.search.replay import Replay, anchors_of
+from layerskip.search.replay import Replay, TextOutcome, anchors_of
 from layerskip.search.texts import Text
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model
 
@@ -158,6 +158,27 @@ def model_sampler(model: layerskip.Model, ids: list[int], sampling: dict[str, ob
     return Sampler(make_processors(request.settings, request.caller_processors, [len(ids)], "cpu"), True)
 
 
+def test_tokens_that_the_target_could_not_have_drawn_are_no_numbers_out_of_range() -> None:
+    """By rounding, top-k may leave out here what it did not when the text was drawn."""
+    model = layerskip.wrap(tiny_model("llama"))
+    sampler = model_sampler(model, [3, 4], {"do_sample": True, "temperature": 1.0, "top_k": 1})
+    text = Text((3, 4), tuple(range(5, 25)))  # not what the model says
+    replay = Replay(model.decoder, [text], draft_length=3, sampler=sampler)
+    for candidate in CANDIDATES:
+        (outcome,) = replay.outcomes(candidate.path(NUM_LAYERS), 0)
+        assert ((outcome.stands >= 0) & (outcome.stands <= 1)).all()
+        assert ((outcome.overlap >= 0) & (outcome.overlap <= 1)).all()
+
+
+def test_drafts_that_the_next_anchor_cuts_short_are_not_counted() -> None:
+    """Else the beginning of a text would count more than the rest, over all shifts."""
+    stands = torch.ones(7, dtype=torch.float64)
+    observed = [TextOutcome(stands, stands, anchors_of(7, 3, shift)).acceptance(3).observed for shift in range(3)]
+    assert observed == [(3, 2, 2), (2, 2, 2), (2, 2, 1)]
+    short = TextOutcome(stands[:2], stands[:2], anchors_of(2, 3, 0))  # cut by the text's end, not by an anchor
+    assert short.acceptance(3).observed == (1, 1, 0)
+
+
 def test_anchors_shift_over_all_positions() -> None:
     assert anchors_of(7, 3, 0).tolist() == [0, 0, 0, 3, 3, 3, 6]
     assert anchors_of(7, 3, 1).tolist() == [0, 1, 1, 1, 4, 4, 4]
@@ -181,7 +202,7 @@ def test_arithmetic_of_acceptance() -> None:
     assert Acceptance((1, 1), (2, 1)).survival == [0.5, 0.5]  # never rises
     assert Acceptance.pooled([acceptance, acceptance]).observed == (20, 20, 10)
     # algorithms: tau(0.8, 4) = 3.3616, c = 0.5, v = 1.15
-    speedup = best_speedup([0.8**n for n in range(1, 9)], 0.5, lambda width: 1.15)
+    speedup = best_speedup([0.8**n for n in range(1, 9)], lambda length: length * 0.5 + 1.15)
     assert (speedup.num_draft_tokens, round(speedup.ratio, 2)) == (2, 1.13)
 
 

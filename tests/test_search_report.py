@@ -55,7 +55,7 @@ def make_trial(number: int, num_layers: int, generator: random.Random, strength:
     offsets = tuple(chance * (1 - 0.02 * offset) for offset in range(OFFSETS))
     survival = np.cumprod(offsets).tolist()
     costs = uniform_costs(num_layers)
-    speedup = best_speedup(survival, costs.draft_ratio(candidate), lambda width: costs.verify_ratio(width, candidate))
+    speedup = best_speedup(survival, lambda length: costs.round_ratio(candidate, length))
     state = ("complete", "complete", "pruned", "failed")[number % 4]
     origin = f"leave-one-out {number}" if number < 3 else "elite"
     if state == "failed":

@@ -219,6 +219,8 @@ def _summary(result: SearchResult) -> list[str]:
     if found.measured_speedup is not None:
         each = found.measured_speedup
         lines.append(f"measured, on some of these texts: {each.value:.2f} ({each.low:.2f} to {each.high:.2f})")
+    if result.pays and found.measured_speedup is not None and found.measured_speedup.value <= 1:
+        lines.append("what was predicted was not seen: measure on your own prompts before you use this plan")
     if not result.pays:
         lines.append(
             f"nothing beats plain decoding here: the best draft makes it take {1 / speedup.value:.2f} times as long"

@@ -1,16 +1,18 @@
 """Draft & Verify: Bayesian search over all sub-blocks, by the clock (Zhang et al., ACL 2024).
 
 Each trial decodes with the sub-blocks that it leaves out and is worth the tokens per second that this gave. What
-differs: optuna's Parzen estimator proposes instead of a Gaussian process, whose time grows with the cube of the trials
-and which needs scipy; and it is asked for yes or no, of which the published search's numbers from 0 to 1 are a detour.
-As published, nothing is kept from being skipped, every trial reads the clock (so two searches differ as two
-measurements do), and a draft ends behind an unsure token; the threshold for that is the published start, which in an
-answer's few rounds would hardly have moved.
+differs: optuna's Parzen estimator proposes instead of a Gaussian process, whose time grows with the cube of the trials;
+and it is asked for yes or no, of which the published search's numbers from 0 to 1 are a detour. As
+published, nothing is kept from being skipped, every trial reads the clock (so two searches differ as two measurements
+do), and a draft ends behind an unsure token; the threshold for that is the published start, which in an answer's few
+rounds would hardly have moved.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import optuna
 
 from layerskip.errors import SearchError
 from layerskip.plan import DraftPlan
@@ -49,13 +51,6 @@ class DraftAndVerify:
                 "got a workbench without tokens_per_s for Draft & Verify, which searches by the clock; expected a "
                 "function that decodes by a plan. Give Workbench one, or leave this selector out."
             )
-        try:
-            import optuna
-        except ImportError as error:
-            raise SearchError(
-                "got no optuna, which proposes Draft & Verify's trials; expected it to be installed: "
-                "pip install 'layerskip[search]'."
-            ) from error
         steps, clock = sub_blocks(bench.num_blocks), bench.tokens_per_s
         found: dict[Candidate, float] = {}
 
