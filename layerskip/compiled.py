@@ -35,8 +35,8 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 """Inductor's settings by the kind of device."""
 
 MOST_TOKENS = {"cpu": 1}
-"""Tokens, over all rows, of the passes that are worth compiling, where there is a limit. On a CPU a compiled pass over one
-token takes 0.6 of the time with packed weights, and one over four tokens six times as long."""
+"""Tokens, over all rows, of the passes that are worth compiling, where there is a limit. On a CPU a compiled pass over
+one token takes 0.6 of the time with packed weights, and one over four tokens six times as long."""
 
 
 class _Program(NamedTuple):
