@@ -42,7 +42,7 @@ from layerskip.search.judge import Judge, Verdict
 from layerskip.search.measuring import measure_costs
 from layerskip.search.progress import Silent
 from layerskip.search.replay import Replay
-from layerskip.search.samplers import make_pruner, make_sampler
+from layerskip.search.samplers import make_sampler
 from layerskip.search.selectors import SELECTORS, DraftAndVerify, Selector, Workbench
 from layerskip.search.settings import Budget, SearchSettings
 from layerskip.search.space import Space
@@ -130,13 +130,15 @@ class OurSearch:
         self.settings = SearchSettings(vocabulary_sizes=(), draft_length=draft_length)
         self.trials = trials
         self.history: list[tuple[float, float, Candidate]] = []
+        self.ranked: list[Candidate] = []
 
     def __call__(self, bench: Workbench) -> list[Candidate]:
         """Best first."""
         judge, settings, began = bench.judge, self.settings, time.perf_counter()
         space = settings.space(bench.num_blocks, judge.replay.decoder.vocab_size)
         sampler, passes = make_sampler(settings.sampler, space, settings.seed), judge.replay.block_passes
-        study = optuna.create_study(direction="maximize", sampler=sampler, pruner=make_pruner())
+        # Nothing is pruned: what is not best of all may be best at another method's cost.
+        study = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.NopPruner())
         queue_starts(study, judge, space)
 
         def note(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
@@ -147,7 +149,8 @@ class OurSearch:
 
         prepared = Prepared(study, settings, space, Calibration((), (), (), {}), judge.costs, {}, {})
         run_trials(prepared, judge, Budget(self.trials), Silent(), [note])
-        return self._ranked(study, space)
+        self.ranked = self._ranked(study, space)
+        return self.ranked
 
     @staticmethod
     def _ranked(study: optuna.Study, space: Space) -> list[Candidate]:
@@ -161,6 +164,20 @@ class OurSearch:
             if judge.judge(candidate).speedup.ratio >= target.held_out.speedup.ratio:
                 return {"seconds": seconds, "full_passes": passes}
         return None
+
+    def at_cost_of(self, row: Row, replays: tuple[Replay, Replay], costs: CostModel) -> dict[str, Any] | None:
+        """Tokens per round on the held-out texts, of ours and of `row`, at its length; a step of ours costs no more.
+
+        Ours is the one with most tokens per round on the search texts; None: we tried none so cheap.
+        """
+        searched, held_out = (Judge(each, costs) for each in replays)
+        length = row.search.speedup.num_draft_tokens
+        cheap = [each for each in self.ranked if costs.draft_ratio(each) <= row.search.draft_ratio + 1e-9]
+        if not cheap:
+            return None
+        best = max(cheap, key=lambda each: searched.judge(each).acceptance.tokens_per_round(length))
+        tokens = [held_out.judge(each).acceptance.tokens_per_round(length) for each in (best, row.candidate)]
+        return {"draft": best.describe(), "ours": tokens[0], row.name: tokens[1], "ratio": tokens[0] / tokens[1]}
 
 
 def clock(model: layerskip.Model, rows: list[list[int]], new_tokens: int) -> Callable[[layerskip.DraftPlan], float]:
@@ -292,6 +309,11 @@ def _run(options: Namespace) -> None:
     if isinstance(ours, OurSearch) and CLOCKED in by_name:
         reached = ours.reached(by_name[CLOCKED], replays[1], costs)
         print(f"ours was as good as {CLOCKED} after {reached}; that took {by_name[CLOCKED].seconds:.0f} s")
+    same_cost = {}
+    if isinstance(ours, OurSearch):
+        same_cost = {row.name: ours.at_cost_of(row, replays, costs) for row in rows if row.name != OURS}
+        for name, found in same_cost.items():
+            print(f"at the cost of {name}: {found}")
     if options.measure:
         held_out = [Prompt("held out", [list(text.prompt)]) for text in calibration.held_out[: options.measure]]
         measure(model, rows, held_out, options.new_tokens)
@@ -308,6 +330,7 @@ def _run(options: Namespace) -> None:
         },
         "costs": costs.to_dict(),
         "rows": [row.to_dict() for row in rows],
+        "tokens_per_round_at_same_cost": same_cost,
         "ours_as_good_as_draft_and_verify_after": reached,
     }
     kind = f"{document['model']}, {options.dtype} on {options.device}, {options.threads} threads, greedy"

@@ -13,13 +13,16 @@ from layerskip.models.decoder import Step
 from layerskip.search.candidate import Candidate
 from layerskip.search.cost import mean_costs
 from layerskip.search.judge import Judge
+from layerskip.search.selectors.base import Workbench
 from layerskip.search.selectors.clasp import clasp_paths
+from layerskip.search.selectors.knapspec import KnapSpec
 from layerskip.search.space import Space
 
 __all__ = ["Start", "single_retention", "starts"]
 
 Kind = Literal["attention", "mlp"]
 
+_KNAPSACKS = 8
 _GREEDY_WIDTH = 6  # sub-blocks that greedy removal tries at each step, those first that alone do least harm
 
 
@@ -71,6 +74,7 @@ def starts(judge: Judge, space: Space, retention: dict[str, list[float]], batche
             Start(f"dynamic programme {skips}", candidate)
             for skips, candidate in sorted(clasp_paths(judge, num // 2, by_sub_block=True).items())
         ]
+        found += _knapsack(judge)
     if space.exits:
         found += [Start(f"exit {layer}", Candidate.of(num, exit_layer=layer)) for layer in _exits(num)]
     shares = {size: _coverage(judge, size) for size in space.vocabulary_sizes}
@@ -109,6 +113,14 @@ def _greedy(judge: Judge, space: Space, retention: dict[str, list[float]], batch
         misses = 0 if tried[chosen] > best else misses + 1
         best = max(best, tried[chosen])
         yield Start(f"greedy removal {len(gone)}", _without(space.num_blocks, gone))
+
+
+def _knapsack(judge: Judge) -> Iterator[Start]:
+    """The sets that promise most for their weight, by a dynamic programme over weights (`KnapSpec`)."""
+    if judge.num_blocks < 3:  # it keeps the first layer and the last
+        return
+    for rank, candidate in enumerate(KnapSpec().select(Workbench.seeded(judge))[:_KNAPSACKS], 1):
+        yield Start(f"knapsack {rank}", candidate)
 
 
 def _ranked(judge: Judge, space: Space, retention: dict[str, list[float]]) -> list[tuple[Kind, int]]:
