@@ -46,8 +46,9 @@ from layerskip.search.samplers import make_sampler
 from layerskip.search.selectors import SELECTORS, DraftAndVerify, Selector, Workbench
 from layerskip.search.settings import Budget, SearchSettings
 from layerskip.search.space import Space
-from layerskip.search.study import Prepared, queue_starts, records_of
+from layerskip.search.study import Prepared, queue_starts
 from layerskip.search.texts import Calibration
+from layerskip.search.trials import records_of
 
 __all__ = ["main"]
 

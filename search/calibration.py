@@ -83,23 +83,8 @@ def write_calibration(
             "own."
         )
     longest = min(512, max(new_tokens, 2 + total // len(rows)), max(2, model.decoder.max_positions // 2))
-    parts: dict[str, list[Text]] = {name: [] for name in ("search", "held_out", "frequency")}
-    found = dict.fromkeys(wanted, 0)
-    first = 0
-    while first < len(rows) and any(found[name] < wanted[name] for name in wanted):
-        batch = rows[first : first + _ROWS]
-        answers = model.generate(batch, max_new_tokens=longest, seed=seed + first, **options)
-        for prompt, answer in zip(batch, answers.new_token_ids, strict=True):
-            name = min(wanted, key=lambda each: found[each] / wanted[each])  # all fill up alike
-            if len(answer) > 1 and found[name] < wanted[name]:
-                parts[name].append(Text(tuple(prompt), tuple(answer)))
-                found[name] += len(answer) - 1
-        first += len(batch)
-        if writes and first >= len(rows) and len(rows) < _TRIES * asked:  # answers are shorter than they might be
-            known = set(map(tuple, rows))
-            more = write_prompts(model, len(batch), seed + 1000 * len(rows))
-            rows += [row for row in more if tuple(row) not in known]
-        notify("writing calibration texts", min(sum(found.values()), total), total)
+    parts = _answered(model, rows, wanted, {**options, "max_new_tokens": longest}, seed, asked if writes else 0, notify)
+    found = {name: sum(text.num_positions for text in parts[name]) for name in wanted}
     if not all(parts[name] for name in wanted):
         raise InputError(
             f"got {sum(map(len, parts.values()))} answer(s) of more than one token, in which something can be drafted; "
@@ -121,6 +106,40 @@ def write_calibration(
         "tokens_found": found,
     }
     return Calibration(tuple(parts["search"]), tuple(parts["held_out"]), tuple(parts["frequency"]), about)
+
+
+def _answered(
+    model: Model,
+    rows: list[list[int]],
+    wanted: Mapping[str, int],
+    options: Mapping[str, Any],
+    seed: int,
+    writes: int,
+    notify: Notify,
+) -> dict[str, list[Text]]:
+    """The model's answers to `rows`, in order, until each use has the tokens that it wants.
+
+    Args:
+        writes: prompts that were written for this; where answers are shorter than they might be, up to some times as
+            many are. 0: they are given, and there are no more.
+    """
+    parts: dict[str, list[Text]] = {name: [] for name in ("search", "held_out", "frequency")}
+    found, first, total = dict.fromkeys(wanted, 0), 0, sum(wanted.values())
+    while first < len(rows) and any(found[name] < wanted[name] for name in wanted):
+        batch = rows[first : first + _ROWS]
+        answers = model.generate(batch, seed=seed + first, **options)
+        for prompt, answer in zip(batch, answers.new_token_ids, strict=True):
+            name = min(wanted, key=lambda each: found[each] / wanted[each])  # all fill up alike
+            if len(answer) > 1 and found[name] < wanted[name]:
+                parts[name].append(Text(tuple(prompt), tuple(answer)))
+                found[name] += len(answer) - 1
+        first += len(batch)
+        if first >= len(rows) and len(rows) < _TRIES * writes:
+            known = set(map(tuple, rows))
+            more = write_prompts(model, len(batch), seed + 1000 * len(rows))
+            rows = [*rows, *(row for row in more if tuple(row) not in known)]
+        notify("writing calibration texts", min(sum(found.values()), total), total)
+    return parts
 
 
 def decoding_options(model: Model, sampling: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,16 +28,8 @@ from layerskip.search.result import HeldOut, SearchResult, TrialRecord
 from layerskip.search.settings import Budget, SearchSettings
 from layerskip.search.storage import close_storage, open_storage, redacted, run_trial
 from layerskip.search.storage_faults import Notify
-from layerskip.search.study import (
-    FINISHED,
-    Prepared,
-    block_passes_of,
-    objective,
-    open_study,
-    record_of,
-    records_of,
-    space_of,
-)
+from layerskip.search.study import Prepared, open_study
+from layerskip.search.trials import FINISHED, block_passes_of, objective, record_of, records_of, space_of
 from layerskip.search.trying import measure_speedup
 
 __all__ = ["find_plan", "load_result"]

@@ -23,7 +23,7 @@ from layerskip.search import study as study_module
 from layerskip.search.claim import Claim, Overtaken
 from layerskip.search.report import writing
 from layerskip.search.storage import close_storage, open_storage
-from layerskip.search.study import FINISHED
+from layerskip.search.trials import FINISHED
 from tests.checkpoints import save_tiny
 from tests.tiny_models import TINY_CONFIGS, tiny_model
 from tests.toy_tokenizer import character_tokenizer

@@ -27,7 +27,7 @@ from layerskip.models.synthetic import synthetic_model
 from layerskip.plan import DraftPlan
 from layerskip.search import storage as storage_module
 from layerskip.search.storage import close_storage, open_storage, run_trial
-from layerskip.search.study import FINISHED, space_of
+from layerskip.search.trials import FINISHED, space_of
 from tests import postgres_server
 from tests.postgres_server import PostgresServer
 from tests.test_search_storage import create_at_once
