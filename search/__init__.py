@@ -5,8 +5,18 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the search needs optuna: pip install "layerskip[search]"') from error
 
+from layerskip.search.cost import CostModel
 from layerskip.search.find import find_plan, load_result
-from layerskip.search.result import SearchResult
+from layerskip.search.result import HeldOut, Interval, SearchResult
 from layerskip.search.settings import Budget, SearchSettings
 
-__all__ = ["Budget", "SearchResult", "SearchSettings", "find_plan", "load_result"]
+__all__ = [
+    "Budget",
+    "CostModel",
+    "HeldOut",
+    "Interval",
+    "SearchResult",
+    "SearchSettings",
+    "find_plan",
+    "load_result",
+]

@@ -21,7 +21,7 @@ from layerskip.sampling import Sampler
 from layerskip.search.texts import Calibration, Text
 from layerskip.text import encode
 
-__all__ = ["decoding_options", "make_sampler_of", "write_calibration", "write_prompts"]
+__all__ = ["decoding_options", "given_ids", "make_sampler_of", "write_calibration", "write_prompts"]
 
 Notify = Callable[[str, int, int], None]
 """Told what is going on, how much of it is done, and how much there is."""
@@ -193,17 +193,27 @@ def write_prompts(model: Model, count: int, seed: int = 0) -> list[list[int]]:
     return [list(each) for each in list(prompts)[:count]]
 
 
-def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[int]]:
-    """The different prompts as token ids, in an order drawn by the seed; those too long to be answered are left out."""
+def given_ids(model: Model, prompts: Sequence[Any]) -> list[list[int]]:
+    """A person's prompts as token ids.
+
+    Raises:
+        InputError: they are no list, or one of them is no prompt.
+    """
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
         raise InputError(
             f"got prompts of type {type(prompts).__name__}; expected a list of strings, chats or token ids."
         )
     rows = [row for prompt in prompts for row in encode(prompt, model.tokenizer)]
-    vocab_size, most = model.decoder.vocab_size, model.decoder.max_positions // 2
+    vocab_size = model.decoder.vocab_size
     wrong = next((token for row in rows for token in row if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise InputError(f"got token id {wrong} in a prompt; expected ids from 0 to {vocab_size - 1}.")
+    return rows
+
+
+def _given_rows(model: Model, prompts: Sequence[Any], seed: int) -> list[list[int]]:
+    """The different prompts as token ids, in an order drawn by the seed; those too long to be answered are left out."""
+    rows, most = given_ids(model, prompts), model.decoder.max_positions // 2
     # Each once: a prompt that is searched on must not be reported on too.
     different = [list(row) for row in dict.fromkeys(map(tuple, rows))]
     answerable = [row for row in different if len(row) <= most]

@@ -5,6 +5,7 @@ A search that is interrupted ends with what it has; what has been tried stays in
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -48,7 +49,7 @@ def find_plan(
     storage: str | Path | None = None,
     study: str = "layerskip",
     settings: SearchSettings | None = None,
-    costs: CostModel | None = None,
+    costs: CostModel | dict[str, Any] | None = None,
     measure: bool = True,
     heartbeat_s: int = 60,
     progress: Progress | None = None,
@@ -57,19 +58,23 @@ def find_plan(
     """Search for the draft plan with the best predicted speed-up, and say how it does on texts not searched on.
 
     Args:
+        model: as `layerskip.load` or `layerskip.wrap` gives it.
         prompts: what the model will be asked: strings, chat messages or token ids; None: it writes its own.
         budget: ``"200 trials"`` (of the study, by all its workers) or a time, ``"10m"``.
         storage: a file or database URL that keeps the trials (`open_storage`); None: memory.
         study: its name in the storage. If it is there, the search goes on where it ended; several processes may share
             it.
         settings: see `SearchSettings`.
-        costs: what steps and passes cost, for a plan that is to run elsewhere; None: measured here, when the study
-            begins.
+        costs: what steps and passes cost, for a plan that is to run elsewhere: the `costs` of a result from there;
+            None: measured here, when the study begins.
         measure: decode some of the held-out texts in earnest too, for a measured speed-up; about a minute on a CPU.
         heartbeat_s: seconds between two signs of life of a running trial, and of a study's preparation; after three
             without one, other workers take it for dead and do it again.
         progress: is told how it goes.
-        callbacks: Optuna's, after each trial.
+        callbacks: Optuna's, after each trial; ``study.stop()`` ends the search with what it has.
+
+    Returns:
+        The best plan also where it loses (`SearchResult.pays`), and the evidence.
 
     Raises:
         SettingError: a setting or budget out of range.
@@ -77,6 +82,8 @@ def find_plan(
         SearchError: the storage fails, the study is another model's, no trial could be finished, numbers that are not
             finite.
     """
+    _check_types(model, settings, costs, callbacks)
+    costs = CostModel.from_dict(costs) if isinstance(costs, dict) else costs
     budget, settings, progress = Budget.parse(budget), settings or SearchSettings(), progress or Silent()
     if not isinstance(study, str) or not study.strip() or len(study) > 512:
         raise SettingError(f"got study={study!r}; expected a name of 1 to 512 characters.")
@@ -102,8 +109,9 @@ def run_trials(
     """Try candidates until the budget is spent, or the keyboard interrupts, which ends the search only."""
     study, run, began = prepared.study, objective(prepared, judge), time.perf_counter()
     repeats = 0
+    study._stop_flag, study._thread_local.in_optimize_loop = False, True  # so that callbacks may call study.stop()
     try:
-        while repeats < _REPEATS:
+        while repeats < _REPEATS and not study._stop_flag:
             finished = [each for each in study.get_trials(deepcopy=False) if each.state in FINISHED]
             if budget.is_spent(len(finished), time.perf_counter() - began):
                 break
@@ -122,6 +130,22 @@ def run_trials(
             )
     except KeyboardInterrupt:
         progress.message("interrupted: the search ends with the trials that it has; interrupt again to leave at once")
+    finally:
+        study._thread_local.in_optimize_loop = False
+
+
+def _check_types(model: Any, settings: Any, costs: Any, callbacks: Any) -> None:
+    if not isinstance(model, Model):
+        raise SettingError(
+            f"got a model of type {type(model).__name__}; expected a layerskip.Model: layerskip.load(path), or "
+            "layerskip.wrap(model, tokenizer)."
+        )
+    if not isinstance(settings, SearchSettings | None):
+        raise SettingError(f"got settings of type {type(settings).__name__}; expected a SearchSettings.")
+    if not isinstance(costs, CostModel | dict | None):
+        raise SettingError(f"got costs of type {type(costs).__name__}; expected a CostModel, or a result's costs.")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise SettingError(f"got callbacks={callbacks!r}; expected a list of functions.")
 
 
 def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress) -> None:
@@ -192,7 +216,7 @@ def _result(study: optuna.Study, storage: str, seconds: float = 0.0) -> SearchRe
     held_out = HeldOut.from_dict(found["held_out"])
     return SearchResult(
         plan=DraftPlan.from_dict(found["plan"]),
-        pays=held_out.predicted_speedup.value > 1,
+        pays=held_out.pays,
         best=next(each for each in records if each.number == found["trial"]),
         held_out=held_out,
         front=tuple(pareto_front(complete)),
@@ -260,5 +284,5 @@ def _provenance(prepared: Prepared, best: TrialRecord, held_out: HeldOut) -> dic
             "acceptance_by_offset": list(best.acceptance_by_offset),
             "predicted_speedup": best.speedup,
         },
-        "held_out": asdict(held_out),
+        "held_out": json.loads(json.dumps(asdict(held_out))),
     }

@@ -72,6 +72,12 @@ class HeldOut:
     predicted_speedup: Interval
     measured_speedup: Interval | None = None
 
+    @property
+    def pays(self) -> bool:
+        """Whether drafting is predicted to be faster than plain decoding, and measuring does not plainly contradict."""
+        contradicted = self.measured_speedup is not None and self.measured_speedup.high < 1
+        return self.predicted_speedup.value > 1 and not contradicted
+
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> HeldOut:
         """Read ``dataclasses.asdict`` of one."""
@@ -90,7 +96,7 @@ class SearchResult:
 
     Attributes:
         plan: the best plan found, with its provenance; also where it loses.
-        pays: whether the plan is predicted to be faster than plain decoding on the held-out texts.
+        pays: whether the plan is worth using, by the held-out texts (`HeldOut.pays`).
         best: its trial.
         held_out: its figures on other texts.
         front: trials that no other one beats in both acceptance and cost, from cheap to dear.

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerskip.errors import SearchError, SettingError
+from layerskip.errors import SearchError, SettingError, did_you_mean
 from layerskip.search.samplers import SAMPLERS, make_sampler
 from layerskip.search.space import Space, default_vocabulary_sizes
 
 __all__ = ["Budget", "SearchSettings", "refuse_differences"]
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings that texts may be drawn with."""
+
+LONGEST_DRAFT = 64
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -38,6 +42,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
                 raise SettingError(f"got a budget of {name}={value!r}; expected a number above 0, or None.")
+        if self.trials is not None and self.trials != int(self.trials):
+            raise SettingError(f"got a budget of trials={self.trials!r}; expected a whole number.")
         if self.trials is None and self.seconds is None:
             raise SettingError("got a budget without any limit; expected a number of trials or of seconds.")
 
@@ -77,8 +83,8 @@ class SearchSettings:
         positions, held_out_positions: drafts to be tried on the texts that are searched and reported on. 8,192 give
             acceptance with a standard error below 0.01, whatever it is.
         frequency_positions: tokens to count ids in, for draft vocabularies.
-        new_tokens: of a calibration text, at most.
-        draft_length: most drafts a round.
+        new_tokens: of a calibration text, at most; more, up to 512, if there are few prompts.
+        draft_length: most drafts a round, up to 64; measuring costs takes the longer, the more they are.
         context: positions behind which costs are measured.
         sampling: decoding settings that texts are drawn with and drafts accepted under; None: greedy.
         protect_first, protect_last, skips, exits: see `Space`.
@@ -113,6 +119,8 @@ class SearchSettings:
             raise SettingError(f"got objective={self.objective!r}; expected 'speedup' or 'front'.")
         if self.sampler not in SAMPLERS:
             make_sampler(self.sampler, Space(4))  # says what there is
+        if type(self.draft_length) is int and self.draft_length > LONGEST_DRAFT:
+            raise SettingError(f"got draft_length={self.draft_length}; expected an integer from 1 to {LONGEST_DRAFT}.")
         for name in ("positions", "held_out_positions", "frequency_positions", "draft_length", "context"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -126,11 +134,17 @@ class SearchSettings:
             raise SettingError(
                 f"got sampling={self.sampling!r}; expected decoding settings by name, or None for greedy."
             )
-        if "do_sample" in (self.sampling or {}):
-            raise SettingError(
-                "got do_sample in sampling, which is all about that; leave it out, or pass sampling=None."
-            )
+        for name in self.sampling or {}:
+            if name not in SAMPLING:
+                raise SettingError(
+                    f"got {name} in sampling; expected {', '.join(SAMPLING)}: what looks at the tokens before a "
+                    f"position, or at the whole call, replay cannot apply.{did_you_mean(str(name), SAMPLING)}"
+                )
         sizes = self.vocabulary_sizes
+        if sizes is not None and not isinstance(sizes, tuple | list):
+            raise SettingError(
+                f"got vocabulary_sizes={sizes!r}; expected a tuple of integers, or None for some that suit."
+            )
         if sizes is not None and not all(type(each) is int and each >= 1 for each in sizes):
             raise SettingError(f"got vocabulary_sizes={sizes!r}; expected integers of at least 1.")
 

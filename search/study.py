@@ -23,7 +23,7 @@ from optuna.study import StudyDirection
 from layerskip.api import Model
 from layerskip.draft_vocabulary import most_frequent
 from layerskip.errors import SearchError, SettingError
-from layerskip.search.calibration import make_sampler_of, write_calibration
+from layerskip.search.calibration import given_ids, make_sampler_of, write_calibration
 from layerskip.search.claim import Claim, Overtaken
 from layerskip.search.cost import CostModel
 from layerskip.search.judge import Judge
@@ -260,8 +260,9 @@ def _vocabularies(model: Model, space: Space, calibration: Calibration) -> dict[
 def _identity(model: Model, settings: SearchSettings, prompts: Sequence[Any] | None) -> dict[str, Any]:
     """What a study is made for. Prompts by their hash; what costs were measured on by its kind."""
     digest = None
-    if prompts is not None:
-        digest = hashlib.sha256(json.dumps(list(prompts), default=str).encode()).hexdigest()[:16]
+    if prompts is not None:  # by their ids: the same prompt may come as text, list or tensor
+        rows = given_ids(model, prompts)
+        digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
     return {
         "format": _FORMAT,
         "model": asdict(model.identity),

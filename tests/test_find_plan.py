@@ -17,7 +17,7 @@ from layerskip.search.cost import CostModel, uniform_costs
 from layerskip.search.held_out import evaluate, expected_rounds
 from layerskip.search.judge import Judge
 from layerskip.search.replay import Replay
-from layerskip.search.result import SearchResult, TrialRecord
+from layerskip.search.result import Interval, SearchResult, TrialRecord
 from layerskip.search.samplers import SAMPLERS
 from layerskip.search.texts import Text
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, prompt, tiny_model
@@ -181,7 +181,7 @@ def test_two_objectives_give_a_front() -> None:
 def test_sampled_texts_are_searched_as_sampled() -> None:
     result = search(planted(), 6, replace(SMALL, sampling={"temperature": 2.0, "top_k": 0}))
     assert 0 < result.best.acceptance_rate <= 1
-    with pytest.raises(SettingError, match="penalty"):
+    with pytest.raises(SettingError, match="repetition_penalty in sampling"):
         search(planted(), 6, replace(SMALL, sampling={"repetition_penalty": 1.3}))
 
 
@@ -193,6 +193,57 @@ def test_a_checkpoints_own_penalties_are_left_out_and_told() -> None:
     assert result.settings["calibration"]["left_out"] == {"repetition_penalty": 1.7}
     assert any("repetition_penalty=1.7 is left out" in each for each in told.messages)
     assert replace(result.best, seconds=None) == replace(search(planted(), 5).best, seconds=None)
+
+
+def test_prompts_are_the_same_by_their_ids(tmp_path: Path) -> None:
+    """Whether they come as lists or tensors; and not by what a long tensor looks like when it is printed."""
+    storage, model = tmp_path / "trials.db", planted()
+    search(model, 2, storage=storage)
+    as_tensors = [torch.tensor(each) for each in PROMPTS]
+    find_plan(model, as_tensors, budget="3", storage=storage, settings=SMALL, measure=False)
+    long = [torch.arange(400) % 500 + 3 + seed for seed in range(3)]
+    changed = [each.clone() for each in long]
+    changed[0][200] = 7
+    find_plan(model, long, budget="1", storage=storage, study="long", settings=SMALL, measure=False)
+    with pytest.raises(SearchError, match="another set of prompts"):
+        find_plan(model, changed, budget="2", storage=storage, study="long", settings=SMALL, measure=False)
+
+
+def test_a_callback_may_end_the_search() -> None:
+    result = search(planted(), 50, callbacks=[lambda study, trial: study.stop() if trial.number == 3 else None])
+    assert len(result.trials) == 4
+
+
+def test_a_plan_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
+    result = search(planted(), 4)
+    result.plan.save(tmp_path / "plan.json")
+    assert layerskip.DraftPlan.load(tmp_path / "plan.json") == result.plan
+    again = search(planted(), 4, costs=result.costs)  # as a result has them
+    assert again.costs == result.costs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"model": "a path"}, "type str; expected a layerskip.Model"),
+        ({"settings": {"seed": 1}}, "type dict; expected a SearchSettings"),
+        ({"costs": 3}, "type int; expected a CostModel"),
+        ({"callbacks": print}, "expected a list of functions"),
+        ({"heartbeat_s": 0}, "heartbeat_s=0"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, object], told: str) -> None:
+    with pytest.raises(SettingError, match=told):
+        find_plan(**{"model": planted(), "prompts": PROMPTS, "settings": SMALL, **arguments})
+
+
+def test_a_measurement_can_contradict() -> None:
+    found = search(planted(), 4).held_out
+    faster, slower = Interval(1.2, 1.1, 1.3), Interval(0.9, 0.8, 0.99)
+    assert replace(found, predicted_speedup=faster).pays
+    assert replace(found, predicted_speedup=faster, measured_speedup=Interval(0.99, 0.9, 1.01)).pays
+    assert not replace(found, predicted_speedup=faster, measured_speedup=slower).pays
+    assert not replace(found, predicted_speedup=slower).pays
 
 
 def test_draft_vocabularies_are_part_of_the_space() -> None:
@@ -246,6 +297,10 @@ def test_budgets(text: str, budget: Budget) -> None:
         ({"seed": -1}, "seed=-1"),
         ({"sampling": 0.7}, "sampling=0.7"),
         ({"sampling": {"do_sample": True}}, "do_sample in sampling"),
+        ({"sampling": {"max_new_tokens": 5}}, "max_new_tokens in sampling"),
+        ({"sampling": {"temprature": 5}}, "Did you mean 'temperature'"),
+        ({"draft_length": 65}, "draft_length=65"),
+        ({"vocabulary_sizes": 64}, "vocabulary_sizes=64"),
         ({"skips": 1}, "skips=1"),
         ({"vocabulary_sizes": (0,)}, "vocabulary_sizes"),
         ({"vocabulary_sizes": (10**6,)}, "1,000,000 ids"),
