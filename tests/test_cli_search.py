@@ -187,6 +187,14 @@ def test_a_better_trial_that_comes_late(search, monkeypatch, tmp_path):
 # Interrupted
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell's background job, in which tests may run, ignores interrupts, and hands that on to its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_at(monkeypatch, method, when):
     """Ctrl-C when the progress is told that."""
     original = getattr(SearchProgress, method)

@@ -202,7 +202,7 @@ class TestBesideAnotherWay:
     def engine(plan, prompts, processor, **options):
         model = wrap(agreeing_model("llama"))
         options = {"eos_token_id": None, "logits_processor": [processor], **options}
-        return model._engine(model.check(prompts, **always(plan), **options))
+        return model.engine(model.check(prompts, **always(plan), **options))
 
     def test_the_draft_models_cache_is_that_of_the_committed_text(self):
         """It drafts in every row that shares its pass, and is then overruled in those that are looked up.

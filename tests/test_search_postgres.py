@@ -177,7 +177,7 @@ def test_a_search_survives_a_killed_worker_and_a_server_that_restarts(
     counts = {
         "budget": f"{trials} trials",
         "heartbeat": 2,
-        "positions": 2048,
+        "positions": 6000,  # so that those who go on are still at it when the killed one is missed
         "held-out-positions": 256,
         "new-tokens": 64,
         "draft-length": 3,

@@ -374,7 +374,8 @@ def test_lines_of_equal_speedup_are_those_of_the_prediction() -> None:
     for row, rate in enumerate((0.0, 0.7)):
         for column, ratio in enumerate((0.2, 0.9)):
             survival = [rate**length for length in range(1, OFFSETS + 1)]
-            assert found[row, column] == pytest.approx(best_speedup(survival, ratio, costs.verify_ratio).ratio)
+            rounds = {length: length * ratio + costs.verify_ratio(length + 1) for length in range(1, OFFSETS + 1)}
+            assert found[row, column] == pytest.approx(best_speedup(survival, rounds.__getitem__).ratio)
 
 
 def failing_once(when: int, error: BaseException, real: Callable[..., Any]) -> Callable[..., Any]:
