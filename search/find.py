@@ -22,6 +22,7 @@ from layerskip.plan import DraftPlan
 from layerskip.search.cost import CostModel
 from layerskip.search.front import pareto_front
 from layerskip.search.held_out import evaluate
+from layerskip.search.interrupts import Interrupts, held_interrupts
 from layerskip.search.judge import Judge
 from layerskip.search.measuring import conditions_of
 from layerskip.search.progress import Progress, Silent
@@ -106,32 +107,56 @@ def find_plan(
 def run_trials(
     prepared: Prepared, judge: Judge, budget: Budget, progress: Progress, callbacks: Sequence[Callback] = ()
 ) -> None:
-    """Try candidates until the budget is spent, or the keyboard interrupts, which ends the search only."""
-    study, run, began = prepared.study, objective(prepared, judge), time.perf_counter()
-    repeats = 0
+    """Try candidates until the budget is spent, or the keyboard interrupts, which ends the search only.
+
+    Raises:
+        KeyboardInterrupt: a second interrupt came.
+    """
+    study, interrupted = prepared.study, False
     study._stop_flag, study._thread_local.in_optimize_loop = False, True  # so that callbacks may call study.stop()
     try:
-        while repeats < _REPEATS and not study._stop_flag:
-            finished = [each for each in study.get_trials(deepcopy=False) if each.state in FINISHED]
-            if budget.is_spent(len(finished), time.perf_counter() - began):
-                break
-            tried = {prepared.space.candidate(each.params) for each in finished}
-            trial = run_trial(study, run)
-            if trial is None:
-                continue
-            repeats = repeats + 1 if prepared.space.candidate(trial.params) in tried else 0
-            for callback in callbacks:
-                callback(study, trial)
-            best = _best([record_of(each, prepared.space) for each in [*finished, trial]])
-            progress.trial(record_of(trial, prepared.space), best, len(finished) + 1)
-        if repeats >= _REPEATS:
-            progress.message(
-                f"the last {repeats} candidates had all been tried before: the sampler has nothing new to propose"
-            )
-    except KeyboardInterrupt:
-        progress.message("interrupted: the search ends with the trials that it has; interrupt again to leave at once")
+        with held_interrupts() as interrupts:
+            try:
+                _run_trials(prepared, judge, budget, progress, callbacks, interrupts)
+                interrupted = interrupts.count > 0
+            except KeyboardInterrupt:
+                if interrupts.count > 1:
+                    raise
+                interrupted = True
+            interrupts.count = 0
     finally:
         study._thread_local.in_optimize_loop = False
+    if interrupted:
+        progress.message("interrupted: the search ends with the trials that it has; interrupt again to leave at once")
+
+
+def _run_trials(
+    prepared: Prepared,
+    judge: Judge,
+    budget: Budget,
+    progress: Progress,
+    callbacks: Sequence[Callback],
+    interrupts: Interrupts,
+) -> None:
+    study, run = prepared.study, objective(prepared, judge, interrupts)
+    began, repeats = time.perf_counter(), 0
+    while repeats < _REPEATS and not study._stop_flag and not interrupts.count:
+        finished = [each for each in study.get_trials(deepcopy=False) if each.state in FINISHED]
+        if budget.is_spent(len(finished), time.perf_counter() - began):
+            break
+        tried = {prepared.space.candidate(each.params) for each in finished}
+        trial = run_trial(study, run)
+        if trial is None:
+            continue
+        repeats = repeats + 1 if prepared.space.candidate(trial.params) in tried else 0
+        for callback in callbacks:
+            callback(study, trial)
+        best = _best([record_of(each, prepared.space) for each in [*finished, trial]])
+        progress.trial(record_of(trial, prepared.space), best, len(finished) + 1)
+    if repeats >= _REPEATS:
+        progress.message(
+            f"the last {repeats} candidates had all been tried before: the sampler has nothing new to propose"
+        )
 
 
 def _check_types(model: Any, settings: Any, costs: Any, callbacks: Any) -> None:

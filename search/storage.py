@@ -31,6 +31,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 
 from layerskip.errors import SearchError, did_you_mean
+from layerskip.search.interrupts import held_interrupts
 from layerskip.search.storage_faults import STORAGE_ERRORS, Notify, permanent, redacted, with_retries
 
 __all__ = ["close_storage", "open_storage", "redacted", "run_trial", "with_retries"]
@@ -301,14 +302,16 @@ class _Journal(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         try:
-            self.mend()
-            super().append_logs(logs)
+            with held_interrupts():  # else the lock may stay
+                self.mend()
+                super().append_logs(logs)
         except OSError as error:
             raise permanent(error, self._file_path) from error
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         try:
-            yield from super().read_logs(log_number_from)
+            with held_interrupts():  # else an open file may stay
+                return iter(list(super().read_logs(log_number_from)))
         except (OSError, ValueError) as error:
             raise SearchError(
                 f"the journal {self._file_path} cannot be read: {error}. Restore it, or name another file."

@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Pending
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from layerskip.errors import SearchError
+from layerskip.search.interrupts import held_interrupts
 
 __all__ = ["STORAGE_ERRORS", "Notify", "permanent", "redacted", "with_retries"]
 
@@ -94,7 +95,8 @@ def with_retries(
     while True:
         tries += 1
         try:
-            result = action()
+            with held_interrupts():
+                result = action()
         except STORAGE_ERRORS as error:
             if not _is_transient(error):
                 raise permanent(error, where) from error

@@ -9,6 +9,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.search.acceptance import Acceptance
+from layerskip.search.interrupts import Interrupts
 from layerskip.search.judge import Judge, Verdict
 from layerskip.search.result import TrialRecord
 from layerskip.search.settings import SearchSettings
@@ -20,7 +21,9 @@ __all__ = ["FINISHED", "block_passes_of", "objective", "record_of", "records_of"
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
-def objective(prepared: Prepared, judge: Judge) -> Callable[[optuna.Trial], float | tuple[float, float]]:
+def objective(
+    prepared: Prepared, judge: Judge, interrupts: Interrupts
+) -> Callable[[optuna.Trial], float | tuple[float, float]]:
     """What a trial computes: Optuna's objective."""
 
     def run(trial: optuna.Trial) -> float | tuple[float, float]:
@@ -32,7 +35,8 @@ def objective(prepared: Prepared, judge: Judge) -> Callable[[optuna.Trial], floa
         verdict = judge.judged.get(candidate)  # tried before by this worker: nothing new would come of it
         try:
             for batch in range(0 if verdict is not None else judge.replay.num_batches):
-                mine = judge.accept(candidate, batch)
+                with interrupts.let_through():
+                    mine = judge.accept(candidate, batch)
                 acceptances += mine
                 verdict = judge.verdict(candidate, Acceptance.pooled(acceptances))
                 if prepared.settings.objective == "speedup":
