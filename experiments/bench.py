@@ -30,10 +30,11 @@ import layerskip
 from experiments.arms import Arm, our_arm, run_in_turn, transformers_arm
 from experiments.conditions import conditions
 from experiments.measuring import draft_costs, machine_bandwidth, pass_costs, watched_memory
+from experiments.program import exit_code
 from experiments.report import append, arm_table, category_table, summarise
 from experiments.subjects import Prompt, Subject, random_prompts, read_prompts
 from layerskip.cli.parser import Parser, layer_numbers, positive
-from layerskip.errors import LayerSkipError, SettingError
+from layerskip.errors import SettingError
 from layerskip.models.loading import parse_dtype
 from layerskip.models.synthetic import GEOMETRIES
 
@@ -214,15 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, append; an error that the project words itself is one line and exit code 2."""
     options = _options(arguments)
     torch.set_num_threads(options.threads)
-    try:
-        _run(options)
-    except LayerSkipError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written; --prompts-per-category and --arms make it shorter.", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: _run(options), "--prompts-per-category and --arms")
 
 
 def _run(options: Namespace) -> None:

@@ -28,10 +28,11 @@ import layerskip
 from experiments.arms import our_arm, run_in_turn
 from experiments.bench import PROMPTS
 from experiments.conditions import conditions
+from experiments.program import exit_code
 from experiments.report import append, quartiles
 from experiments.subjects import Prompt, Subject, random_prompts, read_prompts
 from layerskip.cli.parser import Parser, layer_numbers, positive
-from layerskip.errors import LayerSkipError, SettingError
+from layerskip.errors import SettingError
 from layerskip.models.loading import parse_dtype
 from layerskip.models.synthetic import GEOMETRIES
 from layerskip.search.calibration import write_calibration
@@ -265,16 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, append; an error that the project words itself is one line and exit code 2."""
     options = _options(arguments)
     torch.set_num_threads(options.threads)
-    try:
-        _run(options)
-    except LayerSkipError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written; --positions, --trials and --selectors make it shorter.",
-              file=sys.stderr)  # fmt: skip
-        return 130
-    return 0
+    return exit_code(lambda: _run(options), "--positions, --trials and --selectors")
 
 
 def _run(options: Namespace) -> None:

@@ -74,8 +74,11 @@ def write_calibration(
     wanted = {name: count for name, count in wanted.items() if count}
     total = sum(wanted.values())
     writes, asked = prompts is None, total // new_tokens + len(wanted)
-    notify("writing prompts", 0, asked)
-    rows = write_prompts(model, asked, seed) if prompts is None else _given_rows(model, prompts, seed)
+    if prompts is None:
+        notify("writing prompts", 0, asked)
+        rows = write_prompts(model, asked, seed)
+    else:
+        rows = _given_rows(model, prompts, seed)
     if len(rows) < len(wanted):
         raise InputError(
             f"got {len(rows)} different prompt(s) that the model has room to answer; expected {len(wanted)} or more, "

@@ -1,0 +1,27 @@
+"""How a program of this folder ends: an error that the project words itself is one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from layerskip.errors import LayerSkipError
+
+__all__ = ["exit_code"]
+
+
+def exit_code(run: Callable[[], None], shorter: str) -> int:
+    """Call `run`; 0, or what a shell expects of a program that failed (2) or was interrupted (130).
+
+    Args:
+        shorter: the options that make it take less time.
+    """
+    try:
+        run()
+    except LayerSkipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted: nothing was written; {shorter} make it shorter.", file=sys.stderr)
+        return 130
+    return 0
