@@ -137,6 +137,7 @@ class OurSearch:
     def __call__(self, bench: Workbench) -> list[Candidate]:
         """Best first."""
         judge, settings, began = bench.judge, self.settings, time.perf_counter()
+        self._judge = judge
         space = settings.space(bench.num_blocks, judge.replay.decoder.vocab_size)
         sampler, passes = make_sampler(settings.sampler, space, settings.seed), judge.replay.block_passes
         # Nothing is pruned: what is not best of all may be best at another method's cost.
@@ -159,22 +160,21 @@ class OurSearch:
         complete = [each for each in records_of(study, space) if each.state == "complete"]
         return [each.candidate for each in sorted(complete, key=lambda each: -(each.speedup or 0.0))]
 
-    def reached(self, target: Row, held_out: Replay, costs: CostModel) -> dict[str, float] | None:
-        """When the best so far was first predicted to be as fast on the held-out texts as `target`; None: never."""
-        judge = Judge(held_out, costs)
+    def reached(self, target: Row, judge: Judge) -> dict[str, float] | None:
+        """When the best so far was first predicted to be as fast as `target` by `judge`, of held-out texts, or None."""
         for seconds, passes, candidate in self.history:
             if judge.judge(candidate).speedup.ratio >= target.held_out.speedup.ratio:
                 return {"seconds": seconds, "full_passes": passes}
         return None
 
-    def at_cost_of(self, row: Row, replays: tuple[Replay, Replay], costs: CostModel) -> dict[str, Any] | None:
+    def at_cost_of(self, row: Row, held_out: Judge) -> dict[str, Any] | None:
         """Tokens per round on the held-out texts, of ours and of `row`, at its length; a step of ours costs no more.
 
         Ours is the one with most tokens per round on the search texts; None: we tried none so cheap.
         """
-        searched, held_out = (Judge(each, costs) for each in replays)
         length = row.search.speedup.num_draft_tokens
-        cheap = [each for each in self.ranked if costs.draft_ratio(each) <= row.search.draft_ratio + 1e-9]
+        searched, ratio = self._judge, held_out.costs.draft_ratio  # it remembers what it judged
+        cheap = [each for each in self.ranked if ratio(each) <= row.search.draft_ratio + 1e-9]
         if not cheap:
             return None
         best = max(cheap, key=lambda each: searched.judge(each).acceptance.tokens_per_round(length))
@@ -299,12 +299,13 @@ def _run(options: Namespace) -> None:
     )
     by_name, reached = {row.name: row for row in rows}, None
     ours = compared.get(OURS, ({}, None))[1]
+    judge = Judge(replays[1], costs)
     if isinstance(ours, OurSearch) and CLOCKED in by_name:
-        reached = ours.reached(by_name[CLOCKED], replays[1], costs)
+        reached = ours.reached(by_name[CLOCKED], judge)
         print(f"ours was as good as {CLOCKED} after {reached}; that took {by_name[CLOCKED].seconds:.0f} s")
     same_cost = {}
     if isinstance(ours, OurSearch):
-        same_cost = {row.name: ours.at_cost_of(row, replays, costs) for row in rows if row.name != OURS}
+        same_cost = {row.name: ours.at_cost_of(row, judge) for row in rows if row.name != OURS}
         for name, found in same_cost.items():
             print(f"at the cost of {name}: {found}")
     if options.measure:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -19,6 +20,8 @@ from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.governor import Source
 from layerskip.identity import ModelIdentity, identify
+from layerskip.models.adapter import Adapter
+from layerskip.models.adapter_file import load_adapter
 from layerskip.models.decoder import Decoder
 from layerskip.models.inspection import Inspection, inspect_model
 from layerskip.models.loading import Device, DeviceMap, load_checkpoint
@@ -110,6 +113,7 @@ class Model:
         self.tokenizer = tokenizer
         self.decoder = Decoder(hf_model)
         self._draft_models: dict[Any, Model] = {}
+        self._adapters: dict[tuple[str, int], Adapter] = {}
         self._loading = threading.Lock()
         self.static_pool = StaticPool()
         self.compiled = CompiledForward(self.decoder)
@@ -169,6 +173,7 @@ class Model:
             raise SettingError(f"got huge_pages={huge_pages!r}; expected True or False.")
         self.static_pool.clear()  # what is recorded reads the weights as they were
         self.compiled.clear()
+        self._adapters.clear()
         return self.decoder.prepare(pack=pack, huge_pages=huge_pages)
 
     def _prepare_in_place(self) -> None:
@@ -239,6 +244,31 @@ class Model:
         plan.check(self.identity)
         if plan.draft_model is not None:
             self.draft_model(plan)
+        if plan.adapter is not None:
+            self.adapter(plan)
+
+    def adapter(self, plan: DraftPlan) -> Adapter:
+        """The trained blocks that `plan` names, read once, in this model's dtype and prepared as its weights are.
+
+        Raises:
+            PlanMismatchError: they were trained for another model, or behind another exit.
+            CheckpointError: the file cannot be read.
+        """
+        path = Path(str(plan.adapter))
+        key = (str(path), path.stat().st_mtime_ns if path.exists() else 0)  # it may be trained further meanwhile
+        with self._loading:
+            if key not in self._adapters:
+                adapter = load_adapter(path, self._hf_model, self.decoder.dtype)
+                if self.preparation != Preparation():
+                    adapter.prepare(pack=self.preparation.packed > 0)
+                self._adapters[key] = adapter
+            adapter = self._adapters[key]
+        if adapter.spec.exit_layer != plan.exit_layer:
+            raise PlanMismatchError(
+                f"got a plan with exit_layer={plan.exit_layer} and an adapter that was trained behind "
+                f"{adapter.spec.exit_layer} layers; expected the same. Load the plan that was written beside it."
+            )
+        return adapter
 
     def draft_model(self, plan: DraftPlan) -> Model:
         """The draft model that `plan` names, loaded once, in this model's dtype and on its device.
@@ -264,6 +294,12 @@ class Model:
                 self._draft_models[source] = draft
             return self._draft_models[source]
 
+    def draft_cost(self, plan: DraftPlan) -> float:
+        """Cost of a self-draft's step in plain steps, by the parameters that each reads (`Inspection.draft_cost`)."""
+        ids = None if plan.draft_vocabulary is None else len(plan.draft_vocabulary)
+        trained = 0 if plan.adapter is None else self.adapter(plan).num_parameters / self.inspection.step_parameters
+        return self.inspection.draft_cost(plan.path(self.decoder.num_blocks), ids) + trained
+
     def engine(self, request: Request) -> Engine:
         """An engine for a checked call, for those who want to look between two rounds; it decodes once."""
         planned = {} if request.plan is None else self._planned(request.plan)
@@ -274,12 +310,12 @@ class Model:
         planned = {}
         if plan.is_self_draft:
             path = plan.path(self.decoder.num_blocks)
-            make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary)
-            ids = None if plan.draft_vocabulary is None else len(plan.draft_vocabulary)
-            ratio = plan.draft_ratio or self.inspection.draft_cost(path, ids)
-            # What a search found is no hope but knowledge, until the text at hand says otherwise.
+            adapter = None if plan.adapter is None else self.adapter(plan)
+            make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary, adapter=adapter)
+            ratio = plan.draft_ratio or self.draft_cost(plan)
+            # What was measured is no hope but knowledge, until the text at hand says otherwise.
             priors = plan.acceptance_by_offset or Source.priors
-            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, priors)
+            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, priors, adapter)
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()

@@ -17,6 +17,7 @@ from layerskip.compiled import CompiledForward
 from layerskip.drafters import DraftContext, Drafter
 from layerskip.engine import Engine
 from layerskip.governor import Always, FixedCosts, Governor, MeasuredCosts, Source, WorthIt
+from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder
 from layerskip.processing import make_processors
 from layerskip.request import Request
@@ -47,12 +48,14 @@ class PlannedDrafter:
         cost_ratio: of one step in plain steps, by the parameters that it reads.
         most: drafts a round.
         priors: see `Source`.
+        adapter: trained blocks that it runs: they need room in the cache, and states that are kept there.
     """
 
     make: MakeDrafter
     cost_ratio: float
     most: int
     priors: Sequence[float] = Source.priors
+    adapter: Adapter | None = None
 
 
 @torch.inference_mode(False)  # what is made here may outlive a caller's inference mode
@@ -100,7 +103,9 @@ def build_engine(
         state, context = rounds.static.state, rounds.static.context
         state.reset(request.prompts, limits)
     else:
-        state = DecodeState(request.prompts, limits, decoder.new_cache(len(lengths), capacity), device)
+        adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
+        needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
+        state = DecodeState(request.prompts, limits, decoder.new_cache(len(lengths), capacity, *needs), device)
     try:
         return Engine(
             decoder=decoder,

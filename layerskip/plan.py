@@ -1,8 +1,8 @@
 """The draft plan: how a model drafts. The thing a search finds and a person passes around, as one JSON file.
 
-A plan describes one draft path over the model's own blocks (a skip set, an exit, or both), or names another checkpoint
-that drafts; beside it or instead of it, drafts may be looked up in the text. It knows nothing of how it is run, nor of
-its file's format (`plan_file.py`).
+A plan describes one draft path over the model's own blocks (a skip set, an exit, or both; trained blocks may end it),
+or names another checkpoint that drafts; beside it or instead of it, drafts may be looked up in the text. It knows
+nothing of how it is run, nor of its file's format (`plan_file.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class DraftPlan:
 
     Attributes:
         skip_attention, skip_mlp: layers whose sub-block the draft leaves out, ascending; all below `exit_layer`.
-        exit_layer: number of leading layers the draft may use; None: all.
+        exit_layer: number of leading layers the draft may use; None: all. 0, with an adapter: none.
+        adapter: a file of trained blocks that end the path behind `exit_layer` (`layerskip train` makes it).
         draft_model: a path or hub id (or a loaded model) that drafts instead of the model itself.
         draft_vocabulary: token ids that a self-draft scores, ascending; the others are never drafted. None: all. The
             head of a large vocabulary costs as much as several blocks; acceptance stays exact.
@@ -49,6 +50,7 @@ class DraftPlan:
     skip_attention: tuple[int, ...] = ()
     skip_mlp: tuple[int, ...] = ()
     exit_layer: int | None = None
+    adapter: str | None = None
     draft_model: Any = None
     draft_vocabulary: tuple[int, ...] | None = None
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
@@ -66,14 +68,18 @@ class DraftPlan:
         self._set("skip_attention", _layers("skip_attention", self.skip_attention))
         self._set("skip_mlp", _layers("skip_mlp", self.skip_mlp))
         if self.exit_layer is not None:
-            self._set("exit_layer", _at_least(1, "exit_layer", self.exit_layer, "a layer count of at least 1"))
+            least = 1 if self.adapter is None else 0
+            self._set("exit_layer", _at_least(least, "exit_layer", self.exit_layer, f"a layer count from {least}"))
         for name in ("num_draft_tokens", "lookup_tokens"):
             self._set(name, _at_least(0, name, getattr(self, name), "an integer from 0"))
         if self.draft_vocabulary is not None:
             self._set("draft_vocabulary", _vocabulary(self.draft_vocabulary))
         self._set("confidence_threshold", _probability("confidence_threshold", self.confidence_threshold))
-        if isinstance(self.draft_model, os.PathLike):
-            self._set("draft_model", os.fspath(self.draft_model))
+        for name in ("adapter", "draft_model"):
+            if isinstance(getattr(self, name), os.PathLike):
+                self._set(name, os.fspath(getattr(self, name)))
+        if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter.strip()):
+            raise _refused("adapter", self.adapter, "the path of a file, or None")
         if not isinstance(self.target, ModelIdentity | None):
             raise _refused("target", self.target, "a ModelIdentity, as layerskip.identity.identify makes it, or None")
         if not isinstance(self.provenance, Mapping):
@@ -91,6 +97,11 @@ class DraftPlan:
                 "of them to be 1 or more. For plain decoding pass plan=None."
             )
         has_path = self.skip_attention or self.skip_mlp or self.exit_layer is not None
+        if self.adapter is not None and (self.exit_layer is None or self.skip_attention or self.skip_mlp):
+            raise PlanError(
+                "got a plan with an adapter and skipped sub-blocks or no exit; expected the exit behind which it was "
+                "trained. Load the plan that was written beside it, or give exit_layer."
+            )
         if self.num_draft_tokens == 0 and (has_path or self.draft_model is not None or self.draft_vocabulary):
             raise PlanError(
                 "got a plan with num_draft_tokens=0, which only looks tokens up, that says how a model drafts; "
@@ -106,7 +117,7 @@ class DraftPlan:
                 "got a plan with both a draft model and a draft_vocabulary, which is for self-drafts; expected one of "
                 "them. Leave draft_vocabulary out."
             )
-        if self.draft_model is not None and (self.skip_attention or self.skip_mlp or self.exit_layer is not None):
+        if self.draft_model is not None and has_path:
             raise PlanError("got a plan with both a draft model and skipped layers or an exit; expected one of them.")
         for name in ("skip_attention", "skip_mlp"):
             idle = [layer for layer in getattr(self, name) if self.exit_layer is not None and layer >= self.exit_layer]
@@ -183,7 +194,7 @@ class DraftPlan:
         return max(self.num_draft_tokens, self.lookup_tokens)
 
     def path(self, num_layers: int) -> tuple[Step, ...]:
-        """The sub-blocks that the draft runs on a model of `num_layers` layers.
+        """The sub-blocks that the draft runs on a model of `num_layers` layers; with an adapter it may be none.
 
         Raises:
             PlanMismatchError: a layer or exit that the model does not have, or nothing left to run.
@@ -197,15 +208,16 @@ class DraftPlan:
                     f"expected layers from 0 to {last}."
                 )
         if self.exit_layer is not None and self.exit_layer > last:
+            least = 1 if self.adapter is None else 0
             raise PlanMismatchError(
-                f"got an exit at layer {self.exit_layer} on a model of {num_layers} layers; expected 1 to {last}. "
-                "(An exit at all layers is the model itself: pass plan=None.)"
+                f"got an exit at layer {self.exit_layer} on a model of {num_layers} layers; expected {least} to "
+                f"{last}. (An exit at all layers is the model itself: pass plan=None.)"
             )
         end = num_layers if self.exit_layer is None else self.exit_layer
         attention, mlp = set(self.skip_attention), set(self.skip_mlp)
         steps = (Step(layer, layer not in attention, layer not in mlp) for layer in range(end))
         path = tuple(step for step in steps if step.attention or step.mlp)
-        if not path:
+        if not path and self.adapter is None:
             raise PlanMismatchError(
                 f"got a plan that skips everything on a model of {num_layers} layers; keep at least one sub-block."
             )

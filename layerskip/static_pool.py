@@ -153,6 +153,8 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
         return "eta_cutoff asks the device for a value"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
+    if request.plan is not None and request.plan.adapter is not None:
+        return "trained blocks read states that rounds of fixed shapes do not keep"
     if decoder.is_spread:
         return "the model is spread over several devices"
     return None

@@ -6,11 +6,14 @@ one number per row. Sliding-window layers keep all positions too (the mask hides
 wrapped cannot be rolled back.
 
 The capacity is fixed for the cache's life. The caller states it; nothing grows by copying.
+
+Beside keys and values it can keep hidden states, by position as well: those behind some blocks of the model, for who
+drafts from them. And it can hold entries of further blocks, that are no part of the model: their books are their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import numpy as np
@@ -30,6 +33,8 @@ class KVCache:
         keys, values: one tensor a block, (batch, kv_heads, capacity, head_dim): the two halves of what is one tensor,
             so that a pass writes both at once.
         lengths: committed positions of each row; slots from there on are free to be overwritten.
+        states: hidden states by position, (batch, capacity, hidden_size), by the number of blocks they have behind
+            them; those that were asked for.
     """
 
     def __init__(
@@ -41,8 +46,15 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         devices: Sequence[torch.device],
+        further_blocks: int = 0,
+        kept_states: Mapping[int, tuple[int, torch.device]] | None = None,
     ) -> None:
-        """Allocate for ``len(devices)`` blocks, block ``i`` on ``devices[i]``."""
+        """Allocate for ``len(devices)`` blocks, block ``i`` on ``devices[i]``.
+
+        Args:
+            further_blocks: how many of these, the last ones, are no part of the model.
+            kept_states: the size and device of the `states` to keep.
+        """
         shape = (batch, 2 * kv_heads, capacity, head_dim)
         # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0 * NaN would be NaN.
         try:
@@ -53,17 +65,21 @@ class KVCache:
                 f"got no memory for a cache of {batch} row(s) of {capacity:,} positions, {gigabytes:.1f} GB. "
                 "Lower max_new_tokens, shorten the prompt, or decode fewer rows at once."
             ) from error
+        self.states = {
+            behind: torch.zeros((batch, capacity, size), dtype=dtype, device=device)
+            for behind, (size, device) in (kept_states or {}).items()
+        }
         self.keys = [entries[:, :kv_heads] for entries in self._entries]
         self.values = [entries[:, kv_heads:] for entries in self._entries]
         self.capacity = capacity
         self.lengths = [0] * batch
         # How far each block's entries are those of the full model: (blocks, batch). See check().
-        self._exact = np.zeros((len(devices), batch), dtype=np.int64)
+        self._exact = np.zeros((len(devices) - further_blocks, batch), dtype=np.int64)
 
     def reset(self) -> None:
         """Forget everything; values that are not finite would be multiplied by a masked weight of 0 and stay."""
-        for entries in self._entries:
-            entries.zero_()
+        for held in (*self._entries, *self.states.values()):
+            held.zero_()
         self.lengths = [0] * len(self.lengths)
         self._exact[:] = 0
 
@@ -82,8 +98,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by keys and values."""
-        return sum(entries.nbytes for entries in self._entries)
+        """Bytes held by keys, values and states."""
+        return sum(held.nbytes for held in (*self._entries, *self.states.values()))
 
     def write(self, block: int, new: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Store a pass's keys and values and return all that the pass may see.
@@ -101,6 +117,16 @@ class KVCache:
         else:
             entries[span.rows, :, span.positions] = new
         return self.keys[block].narrow(2, 0, span.visible), self.values[block].narrow(2, 0, span.visible)
+
+    def keep(self, behind: int, hidden: Tensor, span: Span) -> None:
+        """Store the hidden states (batch, tokens, hidden_size) behind so many blocks, if they are to be kept."""
+        states = self.states.get(behind)
+        if states is None:
+            return
+        if span.slot is not None:
+            states.narrow(1, span.slot, span.tokens).copy_(hidden)
+        else:
+            states[span.rows, span.positions] = hidden
 
     def note(self, blocks: Sequence[int], span: Span, exact_blocks: int) -> None:
         """Record that `blocks` were written by a pass whose first `exact_blocks` blocks saw the full model's states.

@@ -99,6 +99,7 @@ class Decoder:
         self._norm_device, self._head_device = (next(each.parameters()).device for each in (final_norm, head))
         self.vocab_size, self.max_positions = geometry.vocab_size, geometry.max_positions
         self.group, self.kv_heads, self.head_dim = geometry.group, geometry.kv_heads, geometry.head_dim
+        self.hidden_size = geometry.hidden_size
         self.dtype: torch.dtype = next(self.embedding.parameters()).dtype
         self.blocks = [
             Block(self._modules.within(f"{family.layers}.{index}"), index, family, geometry, window)
@@ -163,19 +164,32 @@ class Decoder:
         self.preparation = replace(self.preparation, extra_bytes=copied)
 
     @property
+    def rotary_tables(self) -> Callable[[int, torch.device], tuple[Tensor, Tensor]]:
+        """See `Rotary.tables`."""
+        return self._rotary.tables
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks of the full model."""
         return len(self.blocks)
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` rows of up to `capacity` positions."""
+    def new_cache(self, batch: int, capacity: int, further_blocks: int = 0, kept_states: Sequence[int] = ()) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` positions.
+
+        Args:
+            further_blocks: blocks beside the model's own, on its last block's device.
+            kept_states: hidden states to keep, by the number of blocks behind them (from 1).
+        """
+        own = [block.device for block in self.blocks]
         return KVCache(
             batch=batch,
             capacity=capacity,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
-            devices=[block.device for block in self.blocks],
+            devices=[*own, *([own[-1]] * further_blocks)],
+            further_blocks=further_blocks,
+            kept_states={behind: (self.hidden_size, own[behind - 1]) for behind in kept_states},
         )
 
     def span(
@@ -228,6 +242,7 @@ class Decoder:
                 hidden = block.attend(hidden, cache, span)
             if mlp:
                 hidden = block.transform(hidden)
+            cache.keep(index + 1, hidden, span)
         written = [step.block for step in path if step.attention]
         cache.note(written, span, self.num_blocks if exact_blocks is None else exact_blocks)
         return hidden
@@ -281,13 +296,19 @@ class Decoder:
         self._partial_heads[key] = head  # as the newest
         return head
 
-    def logits(self, hidden: Tensor, head: Head | None = None) -> Tensor:
-        """Next-token logits of `hidden` by the final norm and `head` (None: the full one), on the first block's device.
+    def logits(
+        self, hidden: Tensor, head: Head | None = None, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Next-token logits of `hidden` by `norm` and `head`, on the first block's device.
+
+        Args:
+            head: None: the full one.
+            norm: None: the model's final norm.
 
         Returns:
             (batch, tokens, ids).
         """
         head = self.full_head if head is None else head
-        normed = self.final_norm(hidden.to(self._norm_device))
+        normed = (norm or self.final_norm)(hidden.to(self._norm_device))
         logits = head.linears(normed.to(self._head_device)).to(self.device)
         return logits[..., head.vocabulary] if head.is_cut else logits

@@ -110,18 +110,27 @@ class Linears:
         Args:
             indices: (outputs,), int64.
         """
+        weight, bias = self.dense_rows(indices)
+        few = nn.Linear(weight.shape[1], len(indices), bias=bias is not None, device="meta")
+        few.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            few.bias = nn.Parameter(bias, requires_grad=False)
+        copy = Linears(few)
+        if self.is_packed:
+            copy.pack(release=True)
+        return copy
+
+    def dense_rows(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Copies of the weight (outputs, in_features) and bias of these outputs; for one plain linear.
+
+        Args:
+            indices: (outputs,), int64.
+        """
         (module,) = self.modules
         linear: Any = module
         packed = self._form.packed if isinstance(self._form, _Packed) else []
         weight = packed[0].to_dense() if linear.weight.is_meta else linear.weight
-        few = nn.Linear(weight.shape[1], len(indices), bias=linear.bias is not None, device="meta")
-        few.weight = nn.Parameter(weight.detach()[indices], requires_grad=False)
-        if linear.bias is not None:
-            few.bias = nn.Parameter(linear.bias.detach()[indices], requires_grad=False)
-        copy = Linears(few)
-        if packed:
-            copy.pack(release=True)
-        return copy
+        return weight.detach()[indices], None if linear.bias is None else linear.bias.detach()[indices]
 
     def restore(self) -> None:
         """Give the modules back the weights that `pack` released; they are then held twice."""

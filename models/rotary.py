@@ -70,6 +70,7 @@ class Rotary:
             tables = self._tables[device] = self._compute(max(length, 2 * (len(tables[0]) if tables else 128)), device)
         return tables
 
+    @torch.inference_mode(False)  # who trains reads the tables that decoding made
     def _compute(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inverse_frequencies
         # Computed in float32 whatever the dtype, as transformers does, so that float64 agrees with it to the last bit.

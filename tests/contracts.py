@@ -11,6 +11,7 @@ from transformers import LogitsProcessor
 
 from layerskip.drafters import Draft, DraftContext, Drafter
 from layerskip.engine import Engine
+from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder
 from tests.chi_square import chi_square_p_value
 from tests.engines import drafter_of, make_engine, run_checked
@@ -41,6 +42,7 @@ class DrafterContract:
 
     family = "llama"
     prompts = PROMPTS
+    adapter: Adapter | None = None
 
     def make_drafter(self, decoder: Decoder, context: DraftContext) -> Drafter:
         """Make the drafter under test for a target's `decoder`."""
@@ -52,7 +54,9 @@ class DrafterContract:
 
     def engine(self, prompts=None, **options) -> Engine:
         prompts = self.prompts if prompts is None else prompts
-        return make_engine(self.target, prompts, self.make_drafter, **{"max_new_tokens": 16, **options})
+        return make_engine(
+            self.target, prompts, self.make_drafter, **{"max_new_tokens": 16, "adapter": self.adapter, **options}
+        )
 
     def propose(self, engine: Engine, limits: list[int]) -> Draft:
         """The first draft behind the prompts' first tokens."""

@@ -10,6 +10,7 @@ from layerskip.assembly import PlannedDrafter, build_engine
 from layerskip.drafters import Draft, DraftContext, Drafter, draft_chain
 from layerskip.drafters.base import GoesOn
 from layerskip.engine import Engine
+from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder
 from layerskip.plan import DraftPlan
 from layerskip.request import Request
@@ -31,6 +32,7 @@ def make_engine(
     processors: Sequence[object] = (),
     tokenizer=None,
     governor: str = "off",
+    adapter: Adapter | None = None,
     **settings,
 ) -> Engine:
     """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are."""
@@ -47,7 +49,7 @@ def make_engine(
     decoder = Decoder(model)
     planned = {}
     if make_drafter is not None:
-        planned["drafter"] = PlannedDrafter(partial(make_drafter, decoder), 0.1, max_drafts)
+        planned["drafter"] = PlannedDrafter(partial(make_drafter, decoder), 0.1, max_drafts, adapter=adapter)
     return build_engine(decoder, request, planned, tokenizer)
 
 

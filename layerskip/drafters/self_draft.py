@@ -1,9 +1,11 @@
 """The model drafts for itself: fewer of its own sub-blocks, the same cache, the same norm and head.
 
-A skip set, an exit, and a skip set with an exit are one thing here: a path of sub-blocks. The draft's keys and values
-go into the full model's cache behind the committed positions, where verification overwrites them. Blocks before the
-first skipped sub-block see exactly what the full model sees: their entries and the hidden state behind them are kept
-(LayerSkip, Elhoushi et al. 2024, reuses them for exits; the same holds for any skip set).
+A skip set, an exit, and a skip set with an exit are one thing here: a path of sub-blocks. Trained blocks may follow
+(`models/adapter.py`), of an exit or of no block at all: an empty path, whose drafts begin at the embedding. The draft's
+keys and values go into the full model's cache behind the committed positions, where verification overwrites them; those
+of trained blocks have a place of their own there. Blocks before the first skipped sub-block see exactly what the full
+model sees: their entries and the hidden state behind them are kept (LayerSkip, Elhoushi et al. 2024, reuses them for
+exits; the same holds for any skip set).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import DraftContext, GoesOn, draft_chain, draft_steps
+from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder, Forward, Step
 from layerskip.models.span import Span
 from layerskip.state import DecodeState
@@ -35,17 +38,29 @@ class SelfDrafter:
     """Drafts along `path`, a subsequence of the decoder's sub-blocks."""
 
     def __init__(
-        self, decoder: Decoder, path: Sequence[Step], context: DraftContext, vocabulary: Sequence[int] | None = None
+        self,
+        decoder: Decoder,
+        path: Sequence[Step],
+        context: DraftContext,
+        vocabulary: Sequence[int] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
-        """`vocabulary`: ids that are scored, ascending; None: all. The others have draft probability 0."""
+        """See the class.
+
+        Args:
+            vocabulary: ids that are scored, ascending; None: all. The others have draft probability 0.
+            adapter: blocks that run behind `path`.
+        """
         self.decoder = decoder
         self.context = context
         self.exact_blocks = count_exact_blocks(path)
         self._exact, self._inexact = tuple(path[: self.exact_blocks]), tuple(path[self.exact_blocks :])
         self._head = decoder.full_head if vocabulary is None else decoder.partial_head(tuple(vocabulary))
+        self._adapter = adapter
 
     def begin(self, state: DecodeState) -> None:
-        """Nothing: the prompt runs through the full model into the cache that is shared."""
+        """The prompt runs through the full model into the cache that is shared; the adapter reads it when it drafts."""
+        self._held = [0] * state.batch  # positions of each row that the adapter has read as the model left them
 
     def outlook(self, state: DecodeState) -> Sequence[int | None]:
         """Nothing is known before; a row can always draft."""
@@ -57,11 +72,21 @@ class SelfDrafter:
 
         def next_logits(offset: int) -> Tensor:
             span = self.decoder.span([length - 1 + offset for length in state.lengths], 1)
-            exact, logits = self._step(state, span)
+            exact, hidden = self._step(state, span)
             exact_states.append(exact)
-            return logits
+            if self._adapter is None:
+                return self.decoder.logits(hidden, self._head)
+            hidden = (
+                self._catch_up(state, self._adapter)
+                if offset == 0
+                else self._adapter.run(hidden, outputs[-1], state.cache, span)
+            )
+            outputs.append(hidden)
+            return self.decoder.logits(hidden, self._head, self._adapter.final_norm)
 
+        outputs: list[Tensor] = []
         draft = draft_chain(next_logits, self.context, state, limits, goes_on, self._head.vocabulary)
+        self._held = list(state.lengths)
         if not self.exact_blocks:
             return draft
         return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)
@@ -80,11 +105,32 @@ class SelfDrafter:
         return draft_steps(next_logits, self.context, state, count, self._head.vocabulary)
 
     def _step(self, state: DecodeState, span: Span) -> tuple[Tensor, Tensor]:
-        """Run the token at `span`: the hidden state behind the exact blocks, and the next token's logits."""
+        """Run the token at `span`: the hidden states behind the exact blocks, and behind the path."""
         hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
         exact = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
         hidden = self.decoder.run(exact, self._inexact, state.cache, span, self.exact_blocks)
-        return exact, self.decoder.logits(hidden, self._head)
+        return exact, hidden
+
+    def _catch_up(self, state: DecodeState, adapter: Adapter) -> Tensor:
+        """Let the adapter read what was committed since it last did; its output behind each row's newest token.
+
+        Rows that lag less than others read beyond their end: void, and written over before it is read.
+        """
+        cache, exit_layer = state.cache, adapter.spec.exit_layer
+        width = max(length - held for length, held in zip(state.lengths, self._held, strict=True))
+        starts = [max(0, min(held, cache.capacity - width)) for held in self._held]
+        span = self.decoder.span(starts, width)
+        if exit_layer:
+            entry = cache.states[exit_layer][span.rows, span.positions]
+        else:
+            entry = self.decoder.embed(state.token_ids.gather(1, span.positions))
+        before = None
+        if adapter.spec.reads_state:
+            states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
+            before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
+        hidden = adapter.run(entry, before, cache, span)
+        last = torch.tensor([length - 1 - start for length, start in zip(state.lengths, starts, strict=True)])
+        return hidden[state.rows, last.to(hidden.device)].unsqueeze(1)
 
     def observe(self, state: DecodeState) -> None:
         """Nothing: rollback is the shared cache's length."""

@@ -1,0 +1,96 @@
+"""An adapter as a safetensors file: its weights, and what it is in the file's metadata."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from layerskip.errors import CheckpointError, PlanMismatchError
+from layerskip.models.adapter import Adapter, AdapterSpec
+
+__all__ = ["count_parameters", "load_adapter", "save_adapter"]
+
+_FORMAT, _VERSION = "layerskip-adapter", "1"
+
+
+def save_adapter(adapter: Adapter, path: str | os.PathLike[str], dtype: torch.dtype) -> None:
+    """Write `adapter` with its weights as `dtype`; the file appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = Path(path)
+    tensors = {name: each.detach().to("cpu", dtype).contiguous() for name, each in adapter.modules.state_dict().items()}
+    described = {"format": _FORMAT, "version": _VERSION, "adapter": json.dumps(adapter.spec.to_dict())}
+    with tempfile.TemporaryDirectory(prefix=".layerskip-", dir=file.parent) as folder:
+        scratch = Path(folder) / file.name
+        save_file(tensors, scratch, metadata=described)
+        scratch.chmod(0o666 & ~_umask())  # the library makes files that only their owner can read
+        os.replace(scratch, file)
+
+
+def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: torch.dtype) -> Adapter:
+    """Read the adapter in `path` for `model`, its weights as `dtype` on the device of the model's final norm.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, no adapter, or of another version.
+        PlanMismatchError: it was made for a model of another shape.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(
+            f"got an adapter at {file}, where there is no file. A plan that names one is moved together with it."
+        )
+    device = next(model.parameters()).device
+    try:
+        with safe_open(file, framework="pt") as opened:
+            described = opened.metadata() or {}
+            spec = _spec(described, file)
+            tensors = {name: opened.get_tensor(name).to(device, dtype) for name in opened.keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read the adapter {file}: {error}. Copy it again, or train it anew.") from error
+    try:
+        return Adapter(model, spec, tensors)
+    except CheckpointError as error:
+        raise PlanMismatchError(f"{file}: {error}") from error
+
+
+def count_parameters(path: str | os.PathLike[str]) -> int:
+    """Numbers in the adapter at `path`; none of them is read.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(Path(path), framework="pt") as opened:
+            return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read the adapter {path}: {error}. Copy it again, or train it anew.") from error
+
+
+def _spec(described: dict[str, str], file: Path) -> AdapterSpec:
+    if described.get("format") != _FORMAT or described.get("version") != _VERSION:
+        raise CheckpointError(
+            f"got {file}, whose format is {described.get('format')!r}, version {described.get('version')!r}; expected "
+            f"{_FORMAT!r}, version {_VERSION!r}. `layerskip train` writes such files."
+        )
+    try:
+        fields: dict[str, Any] = json.loads(described["adapter"])
+        return AdapterSpec(int(fields["exit_layer"]), int(fields["num_blocks"]), bool(fields["reads_state"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"cannot read the adapter {file}: its description is damaged ({error}).") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
