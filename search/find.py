@@ -18,11 +18,11 @@ from optuna.trial import FrozenTrial
 
 from layerskip.api import Model
 from layerskip.errors import SearchError, SettingError, did_you_mean
+from layerskip.interrupts import Interrupts, held_interrupts
 from layerskip.plan import DraftPlan
 from layerskip.search.cost import CostModel
 from layerskip.search.front import pareto_front
 from layerskip.search.held_out import evaluate
-from layerskip.search.interrupts import Interrupts, held_interrupts
 from layerskip.search.judge import Judge
 from layerskip.search.measuring import conditions_of
 from layerskip.search.progress import Progress, Silent

@@ -31,7 +31,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 
 from layerskip.errors import SearchError, did_you_mean
-from layerskip.search.interrupts import held_interrupts
+from layerskip.interrupts import held_interrupts
 from layerskip.search.storage_faults import STORAGE_ERRORS, Notify, permanent, redacted, with_retries
 
 __all__ = ["close_storage", "open_storage", "redacted", "run_trial", "with_retries"]

@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Pending
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from layerskip.errors import SearchError
-from layerskip.search.interrupts import held_interrupts
+from layerskip.interrupts import held_interrupts
 
 __all__ = ["STORAGE_ERRORS", "Notify", "permanent", "redacted", "with_retries"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from layerskip.interrupts import Interrupts
 from layerskip.search.acceptance import Acceptance
-from layerskip.search.interrupts import Interrupts
 from layerskip.search.judge import Judge, Verdict
 from layerskip.search.result import TrialRecord
 from layerskip.search.settings import SearchSettings

@@ -8,7 +8,7 @@ import time
 import optuna
 import pytest
 
-from layerskip.search.interrupts import held_interrupts
+from layerskip.interrupts import held_interrupts
 from layerskip.search.storage import close_storage, open_storage, run_trial
 
 
