@@ -217,7 +217,7 @@ def test_files_that_are_refused(tmp_path):
         load_adapter(file, model, torch.float64)
     save_adapter(Adapter(model, SPECS["jump"]), file, torch.float64)
     with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}
         described = opened.metadata()
     save_file(tensors, file, metadata=described | {"adapter": "{}"})
     with pytest.raises(CheckpointError, match="damaged"):

@@ -13,10 +13,11 @@ from layerskip.cli.plan_command import add_parser as add_plan
 from layerskip.cli.reference_command import add_parser as add_reference
 from layerskip.cli.search_command import add_parser as add_search
 from layerskip.cli.search_command import add_report_parser as add_search_report
+from layerskip.cli.train_command import add_parser as add_train
 
 __all__ = ["make_parser"]
 
-COMMANDS = (add_generate, add_inspect, add_search, add_search_report, add_plan, add_reference, add_demo)
+COMMANDS = (add_generate, add_inspect, add_search, add_search_report, add_train, add_plan, add_reference, add_demo)
 
 
 def make_parser() -> Parser:

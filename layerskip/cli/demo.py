@@ -38,7 +38,7 @@ def run_demo(model: Model, plan: DraftPlan, prompt: str, *, max_new_tokens: int,
     call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pass_width": width}
     drafting_call = {**call, "plan": plan, "governor": "off"}
     model.generate(messages, **{**drafting_call, "max_new_tokens": 4})  # the first call is slower than the rest
-    cost = model.inspection.draft_cost(plan.path(model.decoder.num_blocks))
+    cost = model.draft_cost(plan)
 
     name = Path(model.name).name
     dtype = str(model.decoder.dtype).removeprefix("torch.")

@@ -72,7 +72,7 @@ def _check(options: argparse.Namespace) -> int:
     inspection = inspect_checkpoint(options.model, **given(options, CONFIG_OPTIONS))
     try:
         _check_config(plan, inspection)
-        if plan.target is not None or plan.draft_model is not None:
+        if plan.target is not None or plan.draft_model is not None or plan.adapter is not None:
             _check_weights(plan, options)
     except PlanMismatchError as error:
         if options.json:
@@ -109,11 +109,13 @@ def _check_weights(plan: DraftPlan, options: argparse.Namespace) -> None:
 
 
 def _cost(plan: DraftPlan, inspection: Inspection) -> float:
+    from layerskip.models.adapter_file import count_parameters
     from layerskip.models.inspection import inspect_checkpoint
 
     if plan.is_self_draft:
         ids = None if plan.draft_vocabulary is None else len(plan.draft_vocabulary)
-        return inspection.draft_cost(plan.path(inspection.num_layers), ids)
+        trained = 0 if plan.adapter is None else count_parameters(plan.adapter) / inspection.step_parameters
+        return inspection.draft_cost(plan.path(inspection.num_layers), ids) + trained
     if plan.draft_model is None:
         return 0.0
     return inspect_checkpoint(plan.draft_model).step_parameters / inspection.step_parameters
@@ -128,7 +130,10 @@ def describe_path(plan: DraftPlan, num_layers: int) -> str:
     path = plan.path(num_layers)
     attention, mlp = sum(step.attention for step in path), sum(step.mlp for step in path)
     end = "" if plan.exit_layer is None else f", up to layer {plan.exit_layer}"
-    return f"{attention} of {num_layers} attentions and {mlp} of {num_layers} MLPs{end}"
+    own = f"{attention} of {num_layers} attentions and {mlp} of {num_layers} MLPs{end}"
+    if plan.adapter is None:
+        return own
+    return f"{own}, and trained blocks" if path else "trained blocks alone, behind the embedding"
 
 
 def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:

@@ -1,0 +1,286 @@
+"""Training a draft path on the model's own text: an exit's last blocks, or all of a path that begins at the embedding.
+
+The checkpoint stays as it is. At each offset of a draft (`rollout.py`) the path's distribution over the draft
+vocabulary is drawn towards the model's own, by cross-entropy with soft labels, where the text is the model's answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip.api import Model
+from layerskip.draft_vocabulary import most_frequent
+from layerskip.errors import SettingError
+from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.adapter_file import save_adapter
+from layerskip.plan import DraftPlan
+from layerskip.training.loop import Point, Schedule, optimise
+from layerskip.training.rollout import rollout
+from layerskip.training.teacher import Teacher
+from layerskip.training.texts import TrainingTexts
+
+__all__ = ["ExitSettings", "train_exit"]
+
+ADAPTER, PLAN = "adapter.safetensors", "plan.json"
+
+
+@dataclass(frozen=True)
+class ExitSettings:
+    """What is trained, on how much, and how.
+
+    Attributes:
+        exit_layer: blocks of the model that run before the trained ones; 0: none (jump).
+        num_blocks: trained blocks.
+        reads_state: whether the path reads the model's final state of the position before.
+        vocabulary_size: ids that a draft may say, the most frequent of the texts; None: all.
+        tokens: to train on, each time that one is read counted.
+        batch_tokens: of one step of the optimiser.
+        micro_rows: rows whose gradients are computed at once: with `offsets`, what bounds the memory.
+        offsets: drafts that are looked ahead.
+        offset_decay: weight of each offset in the loss relative to the one before.
+        first_offset_share: of the steps, at the beginning, that look at the first draft only, at a third of the cost.
+        learning_rate: see `Schedule`.
+        held_out_rows: of the texts, never trained on.
+        evaluate_every, checkpoint_every: steps.
+        precision: of the products, "bfloat16" or "float32"; weights and optimiser are float32.
+        kept_state_bytes: of the disk, for the model's states of all texts.
+        seed: of the order of the texts.
+    """
+
+    exit_layer: int = 0
+    num_blocks: int = 1
+    reads_state: bool = True
+    vocabulary_size: int | None = 8192
+    tokens: int = 4_000_000
+    batch_tokens: int = 2048
+    micro_rows: int = 4
+    offsets: int = 3
+    offset_decay: float = 0.8
+    first_offset_share: float = 0.5
+    learning_rate: float = 1e-3
+    held_out_rows: int = 16
+    evaluate_every: int = 100
+    checkpoint_every: int = 100
+    precision: str = "bfloat16"
+    kept_state_bytes: int = 8 * 10**9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            SettingError: a value out of range.
+        """
+        least = {"exit_layer": 0, "num_blocks": 1, "tokens": 1, "batch_tokens": 1, "micro_rows": 1, "offsets": 1,
+                 "held_out_rows": 1, "evaluate_every": 1, "checkpoint_every": 1,
+                 "kept_state_bytes": 0, "seed": 0}  # fmt: skip
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < smallest:
+                raise SettingError(f"got {name}={value!r}; expected an integer from {smallest}.")
+        for name in ("offset_decay", "first_offset_share"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+                raise SettingError(f"got {name}={value!r}; expected a number from 0 to 1.")
+        if self.vocabulary_size is not None and (type(self.vocabulary_size) is not int or self.vocabulary_size < 1):
+            raise SettingError(f"got vocabulary_size={self.vocabulary_size!r}; expected an integer from 1, or None.")
+        Schedule(1, self.learning_rate)
+        if self.precision not in ("bfloat16", "float32"):
+            raise SettingError(f"got precision={self.precision!r}; expected 'bfloat16' or 'float32'.")
+        if not self.exit_layer and not self.reads_state:
+            raise SettingError(
+                "got exit_layer=0 and reads_state=False: a path from one embedding alone knows next to nothing. "
+                "Let it read the state, or run some layers."
+            )
+
+
+def train_exit(
+    model: Model,
+    texts: TrainingTexts,
+    out: str | Path,
+    settings: ExitSettings | None = None,
+    *,
+    resume: bool = False,
+    progress: Callable[[int, int, Point | None], None] = lambda step, steps, point: None,
+) -> DraftPlan:
+    """Train a draft path for `model`, and write it: ``plan.json`` and ``adapter.safetensors`` in the folder `out`.
+
+    Args:
+        texts: rows that the model wrote (`texts.write_texts`).
+        resume: go on with the run that was begun in `out`.
+        progress: is told steps done, steps in all, and the newest point of the curve: with "agreement", how often the
+            path says on held-out text what the model says, by offset, if the drafts before were the text's own tokens.
+
+    Raises:
+        SettingError: settings out of range, a folder with another run, or texts that are too few.
+        InputError: texts with ids that the model does not have.
+    """
+    settings, folder = settings or ExitSettings(), Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = _Run(model, texts, settings, folder)
+    began = time.time()
+    curve = optimise(
+        run.adapter.modules,
+        run.losses,
+        run.schedule,
+        folder,
+        run.made_for,
+        evaluate=run.evaluate,
+        resume=resume,
+        before_saving=run.teacher.flush,
+        progress=lambda step, point: progress(step, run.schedule.steps, point),
+    )
+    save_adapter(run.adapter, folder / ADAPTER, torch.bfloat16)
+    acceptance = curve[-1]["agreement"]
+    plan = DraftPlan(
+        exit_layer=settings.exit_layer,
+        adapter=str(folder / ADAPTER),
+        draft_vocabulary=run.vocabulary,
+        num_draft_tokens=2 * settings.offsets,
+        target=model.identity,
+        provenance={
+            "made_by": "layerskip train",
+            "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+            "settings": asdict(settings),
+            "texts": {"rows": len(texts.tokens), "tokens": texts.num_tokens, "digest": texts.digest()},
+            "seconds": curve[-1]["seconds"],
+            "threads": torch.get_num_threads(),
+            "curve": curve,
+            "acceptance_by_offset": acceptance,
+        },
+    )
+    plan.save(folder / PLAN)
+    return plan
+
+
+class _Run:
+    """What one run works on."""
+
+    def __init__(self, model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path) -> None:
+        self.decoder, self.settings = model.decoder, settings
+        vocab_size = self.decoder.vocab_size
+        train, held_out = texts.split(settings.held_out_rows, settings.seed)
+        if not train.is_own.any():
+            raise SettingError("got texts with none of the model's own tokens; expected some: only on them it trains.")
+        self._rows_a_step = max(1, settings.batch_tokens // texts.tokens.shape[1])
+        self._train, self._held_out = (_on_device(each) for each in (train, held_out))
+        steps = max(1, settings.tokens // (self._rows_a_step * texts.tokens.shape[1]))
+        self.schedule = Schedule(
+            steps,
+            settings.learning_rate,
+            evaluate_every=settings.evaluate_every,
+            checkpoint_every=settings.checkpoint_every,
+        )
+        size = settings.vocabulary_size
+        self.vocabulary: tuple[int, ...] | None = None
+        if size is not None and size < vocab_size:
+            self.vocabulary = most_frequent(train.tokens[train.is_own].tolist(), size, vocab_size, _ends(model))
+        device = self.decoder.device
+        ids = torch.tensor(self.vocabulary or range(vocab_size), device=device)
+        self._head, self._bias = self.decoder.full_head.linears.dense_rows(ids)
+        self._index = torch.full((vocab_size,), -1, device=device).index_copy_(
+            0, ids, torch.arange(len(ids), device=device)
+        )
+        spec = AdapterSpec(settings.exit_layer, settings.num_blocks, settings.reads_state)
+        self.adapter = Adapter(model.hf_model, spec)
+        self.adapter.modules.float().requires_grad_(True)
+        self.adapter.read()
+        self.teacher = Teacher(self.decoder, self._train[0], settings.exit_layer, folder, settings.kept_state_bytes)
+        self._judge = Teacher(self.decoder, self._held_out[0], settings.exit_layer)
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
+        self.made_for = {
+            "model": asdict(model.identity),
+            "texts": texts.digest(),
+            "settings": asdict(replace(settings, micro_rows=1, kept_state_bytes=0, checkpoint_every=1)),
+            "vocabulary": hashlib.sha256(json.dumps(self.vocabulary).encode()).hexdigest()[:16],
+        }
+
+    def losses(self, step: int) -> Iterator[Tensor]:
+        """Of one step, a few rows at a time; together the mean over the positions that count."""
+        rows = self._rows_of(step)
+        counted = self._train[1][rows]
+        total = max(1, int(counted.sum()))
+        offsets = 1 if step < self.settings.first_offset_share * self.schedule.steps else self.settings.offsets
+        weights = [self.settings.offset_decay**each for each in range(offsets)]
+        for some in rows.split(self.settings.micro_rows):
+            entry, state = self.teacher.states(some.tolist())
+            with self._autocast:
+                outputs = rollout(self.decoder, self.adapter, entry.float(), state.float(), offsets)
+            counted = self._train[1][some].to(entry.device)
+            counted[:, : offsets - 1] = False  # no anchor lies so far back
+            labels = self._labels(state[counted])
+            losses = [
+                weight * _cross_entropy(labels, self._scores(output[counted]))
+                for weight, output in zip(weights, outputs, strict=True)
+            ]
+            yield torch.stack(losses).sum() / (total * sum(weights))
+
+    @torch.no_grad()
+    def evaluate(self) -> Point:
+        """How often the path says what the model says, by offset; each where the drafts before were right."""
+        right = torch.zeros(self.settings.offsets, dtype=torch.float64)
+        asked = torch.zeros_like(right)
+        for some in torch.arange(len(self._held_out[0])).split(self.settings.micro_rows):
+            entry, state = self._judge.states(some.tolist())
+            choice = self.decoder.logits(state).argmax(-1)
+            tokens = self._held_out[0][some].to(choice.device)
+            with self._autocast:
+                outputs = rollout(self.decoder, self.adapter, entry.float(), state.float(), self.settings.offsets)
+            drafts = [self._draft(each) for each in outputs]
+            counted = self._held_out[1][some].to(choice.device)
+            for offset, draft in enumerate(drafts):
+                if offset:  # the draft before, at the position before, was the token that stands here
+                    stood = counted & (drafts[offset - 1] == F.pad(tokens[:, 1:], (0, 1), value=-1))
+                    counted = F.pad(stood[:, :-1], (1, 0)) & self._held_out[1][some].to(choice.device)
+                asked[offset] += counted.sum().item()
+                right[offset] += (counted & (draft == choice)).sum().item()
+        return {"agreement": [round(each, 4) for each in (right / asked.clamp(min=1)).tolist()]}
+
+    def _draft(self, output: Tensor) -> Tensor:
+        chosen = self._scores(output).argmax(-1)
+        return chosen if self.vocabulary is None else torch.tensor(self.vocabulary, device=chosen.device)[chosen]
+
+    def _scores(self, output: Tensor) -> Tensor:
+        with self._autocast:
+            return F.linear(self.adapter.final_norm(output), self._head.to(output.dtype), self._bias)
+
+    @torch.no_grad()
+    def _labels(self, state: Tensor) -> Tensor:
+        """The model's own distribution over the draft vocabulary, (positions, ids)."""
+        return F.linear(self.decoder.final_norm(state), self._head, self._bias).float().softmax(-1)
+
+    def _rows_of(self, step: int) -> Tensor:
+        """The rows of a step: by its number alone. Each epoch has an order of its own; its last rows are left out."""
+        rows = len(self._train[0])
+        a_step = min(self._rows_a_step, rows)
+        epoch, index = divmod(step, max(1, rows // a_step))
+        order = np.random.default_rng((self.settings.seed, epoch)).permutation(rows)
+        return torch.from_numpy(order[index * a_step : (index + 1) * a_step])
+
+
+def _on_device(texts: TrainingTexts) -> tuple[Tensor, Tensor]:
+    """Tokens (rows, row_tokens), int64, and where the token behind each is the model's own, bool."""
+    own = torch.from_numpy(np.ascontiguousarray(texts.is_own))
+    return torch.from_numpy(texts.tokens.astype(np.int64)), F.pad(own[:, 1:], (0, 1))
+
+
+def _cross_entropy(labels: Tensor, scores: Tensor) -> Tensor:
+    """Of soft labels, summed over positions; both (positions, ids)."""
+    scores = scores.float()
+    return (scores.logsumexp(-1) - (labels * scores).sum(-1)).sum()
+
+
+def _ends(model: Model) -> Sequence[int]:
+    settings: Any = model.check([0], max_new_tokens=1).settings
+    return [token for token in settings.eos_token_id if token < model.decoder.vocab_size]

@@ -1,0 +1,93 @@
+"""What a draft path would draft from every position of a text at once, with gradients.
+
+Drafting from anchor `a`, the draft at offset `j` (from 1) reads position ``p = a + j - 1``. All anchors are run in
+parallel, one pass over the whole text for each offset: at offset 1 every position reads the model's own state of the
+position before, at offset `j` what the pass before put out there. Its keys are, as in real drafting, those of offset 1
+up to the anchor, then one of each further offset: the pass of offset `j` at position `p` sees the keys of offset 1 up
+to ``p - j + 1``, and of each offset ``i > 1`` that at position ``p - j + i``. (Training-time test: EAGLE-3, Li et al.
+2025; HASS, Zhang et al. 2025.)
+
+Nothing here knows what the outputs are used for. Tokens are taken as the text has them, so offset `j` is what would be
+drafted if the drafts before it had been the text's own tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from layerskip.models.adapter import Adapter
+from layerskip.models.cache import KVCache
+from layerskip.models.decoder import Decoder
+from layerskip.models.span import Span
+
+__all__ = ["rollout"]
+
+
+def rollout(decoder: Decoder, adapter: Adapter, entry: Tensor, state: Tensor, offsets: int) -> list[Tensor]:
+    """Outputs of `adapter` at each offset, before norm and head.
+
+    Args:
+        entry: (batch, tokens, hidden_size), behind the exit; behind no block: the embedding.
+        state: (batch, tokens, hidden_size), the model's own behind its last block.
+        offsets: how many drafts to look ahead.
+
+    Returns:
+        One tensor (batch, tokens, hidden_size) an offset. At offset `j` the first ``j - 1`` positions are void: no
+        anchor lies so far back.
+    """
+    batch, tokens = entry.shape[:2]
+    cache, before, outputs = _PassCache(), _shifted(state), []
+    for offset in range(1, offsets + 1):
+        span = Span(
+            [0] * batch,
+            tokens,
+            visible=offset * tokens,
+            group=decoder.group,
+            tables=decoder.rotary_tables,
+            dtype=_computed_in(entry),
+            device=entry.device,
+            slot=(offset - 1) * tokens,
+            hidden_slots=None if offset == 1 else partial(_unseen, tokens, offset),
+        )
+        outputs.append(adapter.run(entry, before if adapter.spec.reads_state else None, cache, span))
+        before = _shifted(outputs[-1])
+    return outputs
+
+
+class _PassCache(KVCache):
+    """Keys and values of all passes so far, one behind the other; nothing is written in place, so gradients flow."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def write(self, block: int, new: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """See `KVCache.write`; what it returns grows by each pass."""
+        entries = new.transpose(1, 2)
+        if block in self._held:
+            entries = torch.cat((self._held[block], entries), dim=2)
+        self._held[block] = entries
+        keys, values = entries.chunk(2, dim=1)
+        return keys, values
+
+
+def _shifted(states: Tensor) -> Tensor:
+    """The state of the position before; before the first there is none: zeros."""
+    return torch.nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
+
+
+def _unseen(tokens: int, offset: int, window: int | None) -> Tensor:
+    """Which keys the queries of an offset must not see: (1, 1, tokens, offset * tokens), bool. No `window` is asked."""
+    query, key = torch.arange(tokens)[:, None], torch.arange(tokens)
+    seen = [key <= query - offset + 1]
+    seen += [key == query - offset + each for each in range(2, offset + 1)]
+    # A position before which no anchor lies sees itself, because a softmax over nothing is no number.
+    seen[-1] = seen[-1] | (key == query)
+    return ~torch.cat(seen, dim=1)[None, None]
+
+
+def _computed_in(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -1,0 +1,311 @@
+"""A model writes the texts that it is to be trained on, packed into rows of one length.
+
+An instruct model writes both sides of a chat: what a user would ask, then its answer. A base model goes on from its
+first token. Nothing here knows what is trained on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerskip.api import Model
+from layerskip.errors import CheckpointError, InputError, SettingError
+from layerskip.text import encode
+from layerskip.training.texts import TrainingTexts
+
+__all__ = ["WritingSettings", "write_texts"]
+
+_Ids = list[int]
+_Around = tuple[_Ids, _Ids]
+
+_CACHE = "texts.jsonl"
+_LONGEST_QUESTION = 96
+_LONGEST_START = 32  # of a base model's text: drawn, so that no two greedy texts are the same
+_KEY_TOKENS = 32  # texts that begin with the same are the same text
+_FRUITLESS = 4  # batches without a new text, after which there will be none
+_MESSAGES = ("A", "z")  # alike neither at their beginning nor at their end
+_DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 64}
+# A checkpoint's own config may ask for these. Draft paths are trained towards what the model says without penalties;
+# with a clock, or a plan, whose governor looks at clocks, no text would be written twice the same.
+_LEFT_OUT: dict[str, Any] = dict.fromkeys((
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "min_new_tokens", "min_length",
+    "stop_strings", "max_time", "plan", "num_return_sequences",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WritingSettings:
+    """What is written.
+
+    Attributes:
+        tokens: in all rows together, at least.
+        row_tokens: of a row; no text is longer.
+        batch_rows: texts that are written at once.
+        temperatures: of the answers, one batch after another.
+        greedy_share: of the batches, whose answers are greedy; what users say is always drawn.
+        seed: of everything that is drawn.
+    """
+
+    tokens: int
+    row_tokens: int = 512
+    batch_rows: int = 32
+    temperatures: tuple[float, ...] = (0.7, 1.0)
+    greedy_share: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check (SettingError)."""
+        for name, least in {"tokens": 1, "row_tokens": 4, "batch_rows": 1, "seed": 0}.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise SettingError(f"got {name}={value!r}; expected an integer from {least}.")
+        hot = self.temperatures if isinstance(self.temperatures, tuple) else ()
+        if not hot or not all(type(each) in (int, float) and 0 < each < math.inf for each in hot):
+            raise SettingError(f"got temperatures={self.temperatures!r}; expected a tuple of numbers above 0.")
+        if type(self.greedy_share) not in (int, float) or not 0 <= self.greedy_share <= 1:
+            raise SettingError(f"got greedy_share={self.greedy_share!r}; expected a number from 0 to 1.")
+
+
+def write_texts(
+    model: Model,
+    settings: WritingSettings,
+    folder: str | os.PathLike[str],
+    prompts: Sequence[Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TrainingTexts:
+    """Let `model` write texts until there are as many as asked for.
+
+    They are kept in `folder` batch by batch, so that a run that was interrupted, or is asked for more, goes on where it
+    ended and gives the rows that it would have given without.
+
+    Args:
+        prompts: strings (tokenised as they are), chats or token ids; the model only answers them, in turns until there
+            is enough. None: it writes both sides, and no text twice.
+        progress: is told after each batch how many tokens are there, and how many there will be.
+
+    Raises:
+        SettingError: the folder holds texts of another model or other settings, or rows are too short or too long.
+        InputError: no prompts, or one that cannot be answered within a row; the model writes nothing new.
+        CheckpointError: no file can be made in the folder.
+    """
+    if settings.row_tokens > (most := model.decoder.max_positions):
+        raise SettingError(f"got row_tokens={settings.row_tokens}; expected at most the model's {most:,} positions.")
+    given = None if prompts is None else _given_ids(model, prompts, settings.row_tokens)
+    made_for = {
+        **{name: value for name, value in asdict(settings).items() if name != "tokens"},
+        "model": asdict(model.identity),
+        "chat_template": _digest(getattr(model.tokenizer, "chat_template", None)),
+        "prompts": _digest(given),
+    }
+    author = _Author(model, settings, given)
+    cache = _Cache(Path(folder) / _CACHE, made_for, author.around)
+    author.around = cache.around
+    total = -(-settings.tokens // settings.row_tokens) * settings.row_tokens
+    tokens, is_own, fruitless = array("i"), bytearray(), 0
+    known: set[tuple[int, ...] | None] = {()}
+    for texts in _batches(cache, author, settings.batch_rows):
+        before = len(tokens)
+        for text in texts:
+            key = author.key(text)
+            if key not in known:
+                known |= {key} - {None}
+                fits = text.tokens[: settings.row_tokens - len(tokens) % settings.row_tokens]
+                tokens.extend(fits)
+                is_own.extend(index >= text.answer_from for index in range(len(fits)))
+        fruitless = 0 if len(tokens) > before else fruitless + 1
+        if progress is not None:
+            progress(min(len(tokens), total), total)
+        if len(tokens) >= total:
+            break
+        if fruitless == _FRUITLESS:
+            raise InputError(f"got nothing new from the model in {fruitless} batches. Give prompts, or ask for less.")
+    rows, own = np.array(tokens[:total], dtype=np.int32), np.array(is_own[:total], dtype=np.bool_)
+    return TrainingTexts(rows.reshape(-1, settings.row_tokens), own.reshape(-1, settings.row_tokens))
+
+
+@dataclass
+class _Text:
+    """Token ids, the first of them that is the model's own, and whether it is to be gone on with."""
+
+    tokens: list[int]
+    answer_from: int
+    is_open: bool = False
+
+
+def _batches(cache: _Cache, author: _Author, batch_rows: int) -> Iterator[list[_Text]]:
+    held = 0
+    for held, texts in enumerate(cache.read(batch_rows), start=1):  # noqa: B007 - it counts on below
+        yield texts
+    for batch in count(held):
+        texts = author.write(batch)
+        cache.append(texts)
+        yield texts
+
+
+class _Author:
+    """Writes the batches of texts; each depends on the settings and its number only.
+
+    Attributes:
+        around: see `_around_user`.
+    """
+
+    def __init__(self, model: Model, settings: WritingSettings, prompts: list[_Ids] | None) -> None:
+        self._model, self._settings, self._prompts, self._ends = model, settings, prompts, _ends(model)
+        self.around: _Around = ([], []) if prompts is not None else _around_user(model)
+        room = settings.row_tokens - sum(map(len, self.around))
+        if room < 3:
+            raise SettingError(f"got row_tokens={settings.row_tokens}; expected {3 - room} more, for the template.")
+        self._longest = min((room - 1) // 2, _LONGEST_QUESTION if self.around[1] else _LONGEST_START)
+
+    def write(self, batch: int) -> list[_Text]:
+        """As many as a batch has; without tokens where the user said nothing."""
+        seeds = np.random.SeedSequence((self._settings.seed, batch)).generate_state(2).tolist()
+        texts = self._begun(batch, seeds[0])
+        if asked := [text for text in texts if text.is_open]:
+            longest = self._settings.row_tokens - min(len(text.tokens) for text in asked)
+            answers = self._generate(asked, longest, seeds[1], self._decoding(batch))
+            for text, answer in zip(asked, answers, strict=True):
+                text.tokens = (text.tokens + answer)[: self._settings.row_tokens]
+        return texts
+
+    def key(self, text: _Text) -> tuple[int, ...] | None:
+        """By which a text is known; () if it has no tokens, None if any may come twice."""
+        if self._prompts is not None:
+            return None
+        start, end = self.around
+        said = text.tokens[len(start) : text.answer_from - len(end)] if end else text.tokens[text.answer_from :]
+        return tuple(said[:_KEY_TOKENS])
+
+    def _begun(self, batch: int, seed: int) -> list[_Text]:
+        """What stands before the answers: a given prompt, a chat up to the answer, or a base text's first tokens."""
+        rows = self._settings.batch_rows
+        if self._prompts is not None:
+            prompts = [self._prompts[(batch * rows + row) % len(self._prompts)] for row in range(rows)]
+            return [_Text(prompt, len(prompt), is_open=True) for prompt in prompts]
+        start, end = self.around
+        drawn = torch.Generator().manual_seed(seed)
+        firsts = torch.randint(self._model.decoder.vocab_size, (rows,), generator=drawn).tolist()
+        texts = [_Text(start or [first], len(start) or 1) for first in firsts]
+        ends = {*self._ends, *end[:1]}  # a template's user may end by a token that no answer ends by
+        options = {**_DRAWN, "eos_token_id": sorted(ends)}
+        for text, said in zip(texts, self._generate(texts, self._longest, seed, options), strict=True):
+            has_ended = said[-1] in ends
+            if end:
+                said = said[:-1] if has_ended else said
+                text.tokens = [*start, *said, *end] if said else []
+                text.answer_from, text.is_open = len(text.tokens), bool(said)
+            else:
+                text.tokens, text.is_open = text.tokens + said, not has_ended
+        return texts
+
+    def _generate(self, texts: list[_Text], longest: int, seed: int, options: dict[str, Any]) -> list[_Ids]:
+        given = {**_LEFT_OUT, **options, "max_new_tokens": longest, "seed": seed}
+        return self._model.generate([text.tokens for text in texts], **given).new_token_ids
+
+    def _decoding(self, batch: int) -> dict[str, Any]:
+        """How this batch is answered: the greedy ones are spread evenly, the others take turns in temperature."""
+        share, temperatures = self._settings.greedy_share, self._settings.temperatures
+        before, after = int(batch * share + 0.5), int((batch + 1) * share + 0.5)
+        if after > before:
+            return {"do_sample": False}
+        return {**_DRAWN, "temperature": temperatures[(batch - before) % len(temperatures)]}
+
+
+def _digest(content: Any) -> str | None:
+    return None if content is None else hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _ends(model: Model) -> tuple[int, ...]:
+    return model.check([0], max_new_tokens=1, seed=0, **_LEFT_OUT).settings.eos_token_id
+
+
+def _given_ids(model: Model, prompts: Sequence[Any], row_tokens: int) -> list[_Ids]:
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence) or not prompts:
+        raise InputError(f"got {prompts!r:.60} as prompts; expected a list of strings, chats or lists of token ids.")
+    rows = [row for prompt in prompts for row in encode(prompt, model.tokenizer)]
+    model.check(rows, max_new_tokens=1, seed=0, **_LEFT_OUT)
+    if (longest := max(map(len, rows))) >= row_tokens:
+        raise InputError(f"got a prompt of {longest} tokens for rows of {row_tokens}; expected room for an answer.")
+    return rows
+
+
+def _around_user(model: Model) -> _Around:
+    """What stands before and behind what a user says; of a base model: a text's first token if known, and nothing."""
+    tokenizer: Any = model.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        first = model.hf_config.bos_token_id if tokenizer is None else tokenizer.bos_token_id
+        return list(_ends(model)[:1] if first is None else [int(first)]), []
+    one, other = (encode([{"role": "user", "content": said}], tokenizer)[0] for said in _MESSAGES)
+    start = list(os.path.commonprefix([one, other]))
+    end = list(os.path.commonprefix([one[len(start) :][::-1], other[len(start) :][::-1]]))[::-1]
+    if not start or not end:
+        raise InputError("got a chat template that does not show where a user's turn begins and ends. Give prompts.")
+    return start, end
+
+
+class _Cache:
+    """A file of texts, one a line, below a line that says what they were made for.
+
+    Attributes:
+        around: see `_around_user`; as it was when the first text was written, because a template may hold the date.
+    """
+
+    def __init__(self, file: Path, made_for: Mapping[str, Any], around: _Around) -> None:
+        self._file = file
+        first = json.dumps({**made_for, "around": around}).encode() + b"\n"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a+b") as stream:
+                stream.seek(0)
+                held = stream.readline()
+                if first.startswith(held):  # the same, a beginning of it that was torn, or nothing
+                    stream.write(first[len(held) :])
+                    held = first
+        except OSError as error:
+            raise CheckpointError(f"cannot write texts to {file}: {error.strerror}. Check the path.") from error
+        now, before = json.loads(first), _parsed(held)
+        if not isinstance(before, dict) or before.keys() != now.keys():
+            raise SettingError(f"got {file}, which holds other things than texts; expected none. Name another folder.")
+        for name in made_for:
+            if before[name] != now[name]:
+                what = f"got {name}={now[name]!r} for texts that were begun with {before[name]!r}"
+                raise SettingError(f"{what} ({file}). Go on as they were begun, or name another folder.")
+        self.around: _Around = before["around"]
+
+    def read(self, batch_rows: int) -> Iterator[list[_Text]]:
+        """The whole batches; what stands behind them, of a run that was killed, is cut off."""
+        with self._file.open("rb") as lines:
+            lines.readline()
+            whole, batch = lines.tell(), list[_Text]()
+            while isinstance(content := _parsed(lines.readline()), dict):
+                batch.append(_Text(content["tokens"], content["answer_from"]))
+                if len(batch) == batch_rows:
+                    yield batch
+                    whole, batch = lines.tell(), []
+        os.truncate(self._file, whole)
+
+    def append(self, texts: Sequence[_Text]) -> None:
+        """One batch."""
+        lines = [json.dumps({"tokens": text.tokens, "answer_from": text.answer_from}) + "\n" for text in texts]
+        with self._file.open("a", encoding="ascii") as stream:
+            stream.write("".join(lines))
+
+
+def _parsed(line: bytes) -> Any:
+    """None: the file has ended, or the line was not written to its end."""
+    try:
+        return json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None

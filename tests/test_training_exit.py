@@ -1,0 +1,222 @@
+"""Training a draft path on tiny models: it learns, it resumes exactly, it writes a plan that works, it refuses."""
+
+import dataclasses
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+import layerskip
+from layerskip import DraftPlan
+from layerskip.errors import CheckpointError, LayerSkipError, SettingError
+from layerskip.models.adapter_file import load_adapter
+from layerskip.training import ExitSettings, TrainingTexts, train_exit
+from layerskip.training.exit import _Run
+from layerskip.training.loop import CHECKPOINT, Schedule
+from layerskip.training.teacher import Teacher
+from tests.tiny_models import tiny_model
+
+SMALL = ExitSettings(
+    vocabulary_size=40,
+    tokens=32 * 4 * 24,
+    batch_tokens=128,
+    micro_rows=2,
+    held_out_rows=3,
+    evaluate_every=12,
+    precision="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return layerskip.wrap(tiny_model("llama", dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    rows = [[5 + each] for each in range(20)]
+    written = model.generate(rows, max_new_tokens=31, do_sample=True, seed=1, eos_token_id=None).new_token_ids
+    tokens = np.array([row + own for row, own in zip(rows, written, strict=True)], dtype=np.int32)
+    own = np.ones_like(tokens, dtype=bool)
+    own[:, :5] = False
+    return TrainingTexts(tokens, own)
+
+
+def weights_of(folder, model):
+    return load_adapter(folder / "adapter.safetensors", model.hf_model, torch.float32).modules.state_dict()
+
+
+@pytest.mark.parametrize("changes", [{}, {"exit_layer": 2}, {"exit_layer": 3, "reads_state": False, "num_blocks": 2}])
+def test_it_learns_and_writes_a_plan(model, texts, tmp_path, changes):
+    points = []
+    plan = train_exit(
+        model,
+        texts,
+        tmp_path / "out",
+        dataclasses.replace(SMALL, **changes),
+        progress=lambda step, steps, point: points.append(point),
+    )
+    curve = [point for point in points if point]
+    assert [each["step"] for each in curve] == [12, 24] and curve[1]["loss"] < curve[0]["loss"]
+    loaded = DraftPlan.load(tmp_path / "out" / "plan.json")
+    assert loaded == plan
+    assert loaded.target == model.identity and len(loaded.draft_vocabulary) == 40
+    assert loaded.acceptance_by_offset == tuple(curve[1]["agreement"])
+    assert loaded.provenance["texts"]["digest"] == texts.digest()
+    own = model.generate([[7, 8, 9]], max_new_tokens=30).new_token_ids
+    drafted = model.generate([[7, 8, 9]], max_new_tokens=30, plan=loaded, governor="off")
+    assert drafted.new_token_ids == own
+
+
+def test_the_model_is_not_changed(texts, tmp_path):
+    hf_model = tiny_model("llama-biased-tied", dtype=torch.float32)
+    before = {name: each.clone() for name, each in hf_model.state_dict().items()}
+    train_exit(layerskip.wrap(hf_model), texts, tmp_path, dataclasses.replace(SMALL, tokens=512))
+    assert all(torch.equal(each, before[name]) for name, each in hf_model.state_dict().items())
+    assert not any(each.requires_grad for each in hf_model.parameters())
+
+
+@pytest.mark.parametrize("kept", [0, 10**9], ids=["states computed anew", "states kept"])
+@pytest.mark.parametrize("at", [1, 7, 13])
+def test_interrupted_and_resumed_equals_uninterrupted(model, texts, tmp_path, at, kept):
+    settings = dataclasses.replace(SMALL, kept_state_bytes=kept, exit_layer=1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(step, steps, point):
+        if step == at:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_exit(model, texts, tmp_path / "two", settings, progress=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not (tmp_path / "two" / "adapter.safetensors").exists()
+    assert torch.load(tmp_path / "two" / CHECKPOINT, weights_only=True)["step"] == at
+    first = train_exit(model, texts, tmp_path / "two", settings, resume=True)
+    whole = train_exit(model, texts, tmp_path / "one", settings)
+    one, two = (weights_of(tmp_path / name, model) for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    drop_times = [[{**each, "seconds": 0} for each in plan.provenance["curve"]] for plan in (first, whole)]
+    assert drop_times[0] == drop_times[1]
+
+
+def test_killed_between_two_checkpoints(model, texts, tmp_path):
+    """What came after the last checkpoint is done again, and comes out the same."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(step, steps, point):
+        if step == 17:
+            raise Killed
+
+    settings = dataclasses.replace(SMALL, checkpoint_every=8)
+    with pytest.raises(Killed):
+        train_exit(model, texts, tmp_path / "two", settings, progress=kill)
+    train_exit(model, texts, tmp_path / "two", settings, resume=True)
+    train_exit(model, texts, tmp_path / "one", settings)
+    one, two = (weights_of(tmp_path / name, model) for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_resuming_what_is_done_changes_nothing(model, texts, tmp_path):
+    train_exit(model, texts, tmp_path, SMALL)
+    before = weights_of(tmp_path, model)
+    train_exit(model, texts, tmp_path, SMALL, resume=True)
+    assert all(torch.equal(each, before[name]) for name, each in weights_of(tmp_path, model).items())
+
+
+def test_a_resumed_run_may_use_less_memory(model, texts, tmp_path):
+    train_exit(model, texts, tmp_path, SMALL)
+    train_exit(model, texts, tmp_path, dataclasses.replace(SMALL, micro_rows=1, kept_state_bytes=0), resume=True)
+
+
+def test_folders_that_are_refused(model, texts, tmp_path):
+    train_exit(model, texts, tmp_path, SMALL)
+    with pytest.raises(SettingError, match="--resume"):
+        train_exit(model, texts, tmp_path, SMALL)
+    with pytest.raises(SettingError, match="settings"):
+        train_exit(model, texts, tmp_path, dataclasses.replace(SMALL, seed=1), resume=True)
+    with pytest.raises(SettingError, match="texts"):
+        train_exit(model, dataclasses.replace(texts, tokens=texts.tokens[::-1].copy()), tmp_path, SMALL, resume=True)
+    (tmp_path / CHECKPOINT).write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="begin anew"):
+        train_exit(model, texts, tmp_path, SMALL, resume=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"exit_layer": -1},
+        {"exit_layer": 0, "reads_state": False},
+        {"num_blocks": 0},
+        {"tokens": 0},
+        {"offsets": 0},
+        {"offset_decay": 1.5},
+        {"first_offset_share": -0.1},
+        {"precision": "float16"},
+        {"vocabulary_size": 0},
+        {"learning_rate": 0},
+        {"learning_rate": float("nan")},
+        {"held_out_rows": True},
+    ],
+)
+def test_settings_that_are_refused(fields):
+    with pytest.raises(SettingError, match="expected|reads_state"):
+        ExitSettings(**fields)
+
+
+@pytest.mark.parametrize("changes", [{"exit_layer": 4}, {"held_out_rows": 20}, {"num_blocks": 5}])
+def test_settings_that_do_not_fit(model, texts, tmp_path, changes):
+    with pytest.raises(LayerSkipError, match="expected"):
+        train_exit(model, texts, tmp_path / "out", dataclasses.replace(SMALL, **changes))
+    assert not (tmp_path / "out" / CHECKPOINT).exists()
+
+
+def test_a_step_does_not_depend_on_how_many_rows_are_held_at_once(model, texts, tmp_path):
+    def gradients(micro_rows):
+        run = _Run(model, texts, dataclasses.replace(SMALL, micro_rows=micro_rows, first_offset_share=0.0), tmp_path)
+        for loss in run.losses(0):
+            loss.backward()
+        return [each.grad for each in run.adapter.modules.parameters()]
+
+    for one, four in zip(gradients(1), gradients(4), strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-3, atol=1e-5)
+
+
+def test_only_the_models_own_tokens_count(model, texts, tmp_path):
+    """A token behind which the model's own do not follow has no part in the loss, only as context."""
+    own = texts.is_own.copy()
+    own[:, 20:] = False
+    run = _Run(model, dataclasses.replace(texts, is_own=own), SMALL, tmp_path)
+    other = texts.tokens.copy()
+    other[:, 20:] = 7
+    run_other = _Run(model, TrainingTexts(other, own), dataclasses.replace(SMALL), tmp_path)
+    run_other.vocabulary, run_other._head = run.vocabulary, run._head
+    losses = [sum(float(loss.detach()) for loss in each.losses(0)) for each in (run, run_other)]
+    assert losses[0] == pytest.approx(losses[1])
+    with pytest.raises(SettingError, match="none of the model's own"):
+        _Run(model, dataclasses.replace(texts, is_own=np.zeros_like(own)), SMALL, tmp_path)
+
+
+def test_kept_states_are_those_computed(model, texts, tmp_path):
+    tokens = torch.from_numpy(texts.tokens.astype(np.int64))
+    fresh, kept = Teacher(model.decoder, tokens, 2), Teacher(model.decoder, tokens, 2, tmp_path, 10**9)
+    for rows in ([0, 3], [3, 0], [5]):
+        for one, two in zip(fresh.states(rows), kept.states(rows), strict=True):
+            torch.testing.assert_close(one, two)
+    kept.flush()
+    again = Teacher(model.decoder, tokens, 2, tmp_path, 10**9)
+    assert json.loads((tmp_path / "states.json").read_text()) == [0, 3, 5]
+    assert all(torch.equal(*pair) for pair in zip(again.states([5, 0]), kept.states([5, 0]), strict=True))
+
+
+def test_the_schedule():
+    schedule = Schedule(100, 1.0, warmup_share=0.1)
+    rates = [schedule.learning_rate_at(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10] == pytest.approx(1.0) and rates[99] == pytest.approx(0.05, abs=1e-3)
+    assert sorted(rates[10:], reverse=True) == rates[10:]
