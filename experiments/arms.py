@@ -7,7 +7,7 @@ are taken when its streamer is given tokens. Both count decoding from the first 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,10 @@ import layerskip
 from experiments.subjects import Prompt
 from layerskip.models.loading import quiet
 
-__all__ = ["Arm", "Run", "our_arm", "run_in_turn", "transformers_arm"]
+__all__ = ["GREEDY", "Arm", "Run", "our_arm", "run_in_turn", "transformers_arm"]
+
+
+GREEDY: Mapping[str, Any] = {"do_sample": False}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Arm:
     """One way to decode.
 
     Attributes:
-        call: decodes prompts greedily up to a number of new tokens.
+        call: decodes prompts up to a number of new tokens.
         settings: all that distinguishes it, for the report.
         runs: one for each prompt (and repeat), in the same order for all arms.
     """
@@ -71,6 +74,7 @@ def our_arm(
     governor: str | None = None,
     cuda_graphs: bool | None = None,
     compile: bool = False,
+    decoding: Mapping[str, Any] = GREEDY,
 ) -> Arm:
     """Decoding by `layerskip`; without a plan plainly."""
 
@@ -82,8 +86,9 @@ def our_arm(
             governor=governor,
             cuda_graphs=cuda_graphs,
             compile=compile,
-            do_sample=False,
+            seed=None if decoding is GREEDY else len(rows[0]),
             max_new_tokens=new_tokens,
+            **decoding,
         )
         call_s, stats = time.perf_counter() - began, result.stats
         # A pass serves all rows, and the statistics count it once a row: a plain row takes one for each token.
@@ -112,7 +117,11 @@ class _Clock:
 
 
 def transformers_arm(name: str, hf_model: PreTrainedModel, **settings: Any) -> Arm:
-    """Decoding by transformers' own `generate`; `settings` are its keyword arguments, all else its defaults."""
+    """Decoding by transformers' own `generate`; `settings` are its keyword arguments, all else its defaults.
+
+    Greedy unless they say otherwise.
+    """
+    settings = {**GREEDY, **settings}
     model: Any = hf_model
     config = model.generation_config
     eos = config.eos_token_id
@@ -128,7 +137,6 @@ def transformers_arm(name: str, hf_model: PreTrainedModel, **settings: Any) -> A
             sequences = model.generate(
                 ids,
                 attention_mask=mask,
-                do_sample=False,
                 max_new_tokens=new_tokens,
                 pad_token_id=pad,
                 streamer=clock,

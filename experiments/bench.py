@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 import layerskip
-from experiments.arms import Arm, our_arm, run_in_turn, transformers_arm
+from experiments.arms import GREEDY, Arm, our_arm, run_in_turn, transformers_arm
 from experiments.conditions import conditions
 from experiments.measuring import draft_costs, machine_bandwidth, pass_costs, watched_memory
 from experiments.program import exit_code
@@ -46,7 +46,16 @@ PROMPTS = Path(__file__).parent / "prompts.jsonl"
 CONTEXT = 256  # ids of a random prompt
 HF_LOOKUP_TOKENS = 10  # the number in transformers' documentation
 WARM_UP_TOKENS = 8
-RECORDED = ("batch", "context", "new_tokens", "prompts_per_category", "repeats", "agreement", "ungoverned")
+RECORDED = (
+    "batch",
+    "context",
+    "new_tokens",
+    "prompts_per_category",
+    "repeats",
+    "agreement",
+    "ungoverned",
+    "temperature",
+)
 
 
 def plan_of(options: Namespace) -> layerskip.DraftPlan | None:
@@ -70,7 +79,7 @@ def obstacles(plan: layerskip.DraftPlan | None, batch: int) -> dict[str, str]:
     found: dict[str, str] = {}
     if plan is None:
         found |= dict.fromkeys(("self", "combined"), "no plan: pass --exit, --skip-attention or --plan")
-    if plan is None or plan.exit_layer is None or plan.skip_attention or plan.skip_mlp:
+    if plan is None or plan.exit_layer is None or plan.skip_attention or plan.skip_mlp or plan.adapter is not None:
         found["hf-early-exit"] = "the plan is no exit"
     if batch > 1:
         found |= dict.fromkeys(("hf-early-exit", "hf-lookup"), "transformers drafts for one row only")
@@ -78,8 +87,9 @@ def obstacles(plan: layerskip.DraftPlan | None, batch: int) -> dict[str, str]:
 
 
 def make_arms(model: layerskip.Model, subject: Subject, plan: layerskip.DraftPlan | None, names: Sequence[str],
-              ungoverned: bool) -> list[Arm]:  # fmt: skip
+              ungoverned: bool, temperature: float | None) -> list[Arm]:  # fmt: skip
     """The arms called `names`; transformers' model is loaded only if one of them is transformers'."""
+    decoding: dict[str, Any] = GREEDY if temperature is None else {"do_sample": True, "temperature": temperature}
     lookup = layerskip.DraftPlan.lookup()
     plans: dict[str, layerskip.DraftPlan | None] = {"plain": None, "self": plan, "lookup": lookup}
     if plan is not None:
@@ -87,9 +97,9 @@ def make_arms(model: layerskip.Model, subject: Subject, plan: layerskip.DraftPla
     arms = []
     for name in (name for name in OURS if name in names):
         own = plans[name]
-        arms.append(our_arm(name, model, own, None if own is None else "measured"))
+        arms.append(our_arm(name, model, own, None if own is None else "measured", decoding=decoding))
         if ungoverned and own is not None:
-            arms.append(our_arm(f"{name}, ungoverned", model, own, "off"))
+            arms.append(our_arm(f"{name}, ungoverned", model, own, "off", decoding=decoding))
     if set(names) & set(THEIRS):
         settings: dict[str, dict[str, Any]] = {
             "hf-greedy": {},
@@ -97,7 +107,7 @@ def make_arms(model: layerskip.Model, subject: Subject, plan: layerskip.DraftPla
             "hf-lookup": {"prompt_lookup_num_tokens": HF_LOOKUP_TOKENS},
         }
         theirs = subject.load_for_transformers()
-        arms += [transformers_arm(name, theirs, **settings[name]) for name in THEIRS if name in names]
+        arms += [transformers_arm(name, theirs, **decoding, **settings[name]) for name in THEIRS if name in names]
     return arms
 
 
@@ -168,8 +178,14 @@ def benchmark(
     if plan is not None and plan.is_self_draft:
         path = plan.path(decoder.num_blocks)
         document["draft_costs"] = {
-            **draft_costs(decoder, path, batch, recorded=is_cuda),
-            "by_parameters": model.inspection.draft_cost(path),
+            **draft_costs(
+                decoder,
+                path,
+                batch,
+                adapter=None if plan.adapter is None else model.adapter(plan),
+                recorded=is_cuda and plan.adapter is None,
+            ),
+            "by_parameters": model.draft_cost(replace(plan, draft_vocabulary=None)),
         }
     return document
 
@@ -235,7 +251,7 @@ def _run(options: Namespace) -> None:
     prompts = _prompts(options, subject, model)
     if plan is not None:
         model.check_plan(plan)
-    arms = make_arms(model, subject, plan, names, options.ungoverned)
+    arms = make_arms(model, subject, plan, names, options.ungoverned, options.temperature)
     repeated = [prompt for _ in range(options.repeats) for prompt in prompts]
     document = {
         "experiment": "bench",
@@ -245,8 +261,9 @@ def _run(options: Namespace) -> None:
         "not_run": cannot,
         **benchmark(model, arms, repeated, options.new_tokens, plan),
     }
+    how = "greedy" if options.temperature is None else f"sampled at temperature {options.temperature}"
     kind = f"{document['model']}, {options.dtype} on {options.device}, {options.threads} threads, batch {options.batch}"
-    print(f"\n{kind}: {len(prompts)} prompts, {options.new_tokens} tokens, greedy\n\n{arm_table(document['arms'])}")
+    print(f"\n{kind}: {len(prompts)} prompts, {options.new_tokens} tokens, {how}\n\n{arm_table(document['arms'])}")
     print(f"\n{category_table(document['arms'])}\n\n{explanation(document)}")
     for name, why in cannot.items():
         print(f"- Not run: {name} ({why}).")
@@ -295,6 +312,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--num-draft-tokens", type=positive, help="most drafts a round of the self-draft")
     parser.add_argument("--agreement", type=float, help="planted between the exit (or half) and the whole geometry")
     parser.add_argument("--arms", nargs="+", choices=(*OURS, *THEIRS), help="beside plain (default: all that can run)")
+    parser.add_argument("--temperature", type=float, help="sample; outputs are then other samples, and not compared")
     parser.add_argument("--ungoverned", action="store_true", help="each drafting arm without the governor too")
     parser.add_argument("--results", type=Path, default=Path("experiments/results/bench.jsonl"))
     return parser.parse_args(arguments)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder, Head, Step
 from layerskip.recording import CudaGraphs, Recorder
 from layerskip.static_rounds import SLOTS
@@ -54,10 +55,11 @@ def interleaved(device: torch.device, programs: Mapping[Any, Callable[[], object
 class _Passes:
     """Passes at one place of a cache: `CONTEXT` committed tokens of random ids in every row."""
 
-    def __init__(self, decoder: Decoder, batch: int, recorded: bool) -> None:
-        self.decoder, self.batch = decoder, batch
+    def __init__(self, decoder: Decoder, batch: int, recorded: bool, adapter: Adapter | None = None) -> None:
+        self.decoder, self.batch, self.adapter = decoder, batch, adapter
         self.context = min(CONTEXT, decoder.max_positions - max(WIDTHS))
-        self.cache = decoder.new_cache(batch, SLOTS)
+        needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
+        self.cache = decoder.new_cache(batch, SLOTS, *needs)
         self.recorder: Recorder | None = CudaGraphs(decoder.device) if recorded else None
         self.starts = torch.full((batch,), self.context, device=decoder.device)
         span = decoder.span([0] * batch, self.context)
@@ -77,8 +79,11 @@ class _Passes:
         def run(starts: Sequence[int] | torch.Tensor, visible: int | None) -> tuple[torch.Tensor]:
             span = decoder.span(starts, width, visible)
             exact = decoder.num_blocks if path is None else 0
-            hidden = decoder.run(decoder.embed(ids), path or decoder.full_path, self.cache, span, exact)
-            return (decoder.logits(hidden, head).max(dim=-1).indices,)  # as the greedy rule chooses
+            taken = decoder.full_path if path is None else path
+            hidden, norm = decoder.run(decoder.embed(ids), taken, self.cache, span, exact), None
+            if path is not None and self.adapter is not None:
+                hidden, norm = self.adapter.run(hidden, hidden, self.cache, span), self.adapter.final_norm
+            return (decoder.logits(hidden, head, norm).max(dim=-1).indices,)  # as the greedy rule chooses
 
         def timed() -> None:
             if recorder is not None:  # with positions that only the device knows the cache keeps no books
@@ -121,10 +126,20 @@ def pass_costs(decoder: Decoder, batch: int = 1, *, recorded: bool = False, repe
 
 @torch.inference_mode()
 def draft_costs(
-    decoder: Decoder, path: Sequence[Step], batch: int = 1, *, recorded: bool = False, repeats: int = REPEATS
+    decoder: Decoder,
+    path: Sequence[Step],
+    batch: int = 1,
+    *,
+    adapter: Adapter | None = None,
+    recorded: bool = False,
+    repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """A draft step along `path` in plain steps, with the whole head and with one over the lowest `DRAFT_IDS` ids."""
-    passes, ids = _Passes(decoder, batch, recorded), min(DRAFT_IDS, decoder.vocab_size)
+    """A draft step along `path` in plain steps, with the whole head and with one over the lowest `DRAFT_IDS` ids.
+
+    Args:
+        adapter: trained blocks that run behind the path.
+    """
+    passes, ids = _Passes(decoder, batch, recorded, adapter), min(DRAFT_IDS, decoder.vocab_size)
     programs = {
         "plain": passes.program("plain", 1),
         "draft": passes.program("draft", 1, path),

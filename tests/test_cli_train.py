@@ -102,6 +102,8 @@ def test_an_interrupt_and_resume(run, checkpoint, texts, monkeypatch):
         (["--text-tokens", "100"], "--text-tokens"),
         (["--offsets", "0"], "--offsets"),
         (["--recipe", "medusa"], "medusa"),
+        (["--lora-rank", "2"], "--recipe layerskip"),
+        (["--recipe", "layerskip", "--num-blocks", "2"], "--recipe jump"),
     ],
 )
 def test_what_is_refused(run, checkpoint, texts, words, said):
@@ -128,6 +130,17 @@ def test_prompts_of_ones_own(run, checkpoint, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     words = ["--prompts", "prompts.jsonl", "--no-chat", "--text-tokens", "3000", "--out", "draft"]
     assert run("train", checkpoint, *words, *SMALL)[0] == 0
+
+
+@pytest.mark.parametrize("words", [[], ["--lora-rank", "2", "--curriculum", "gradual"]], ids=["full", "lora"])
+def test_a_checkpoint_that_was_changed(run, checkpoint, texts, words):
+    """The recipe that trains the model itself writes one that the other commands read."""
+    small = [each for each in SMALL if each not in ("--vocabulary-size", "40")]
+    code, out, err = run("train", checkpoint, "--recipe", "layerskip", "--texts", texts, "--out", "new", *small, *words)
+    assert (code, err) == (0, "") and "new/README.md" in out
+    code, out, _ = run("generate", "--model", "new", "--plan", "new/plan.json", "--max-new-tokens", 5, "the sky")
+    assert code == 0 and out
+    assert run("plan", "check", "new/plan.json", checkpoint)[0] == 2  # it is another model's now
 
 
 def test_python(texts, tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ def test_blocks_are_found():
     """A typo in a fence would silence all other tests here."""
     assert len(blocks("python")) == 1
     assert len(commands("make")) == 4
-    assert len(commands("layerskip")) == 6
+    assert len(commands("layerskip")) == 7
 
 
 def test_no_figure_is_left_open():
@@ -67,6 +68,9 @@ def test_shell_commands(reference_checkpoint, tmp_path):
             assert "--budget 10m" in command
             small = "--positions 64 --held-out-positions 32 --frequency-positions 32 --new-tokens 16 --no-measure"
             command = command.replace("--budget 10m", f"--budget '2 trials' {small} --draft-length 2")
+        if " train " in command:
+            np.savez(tmp_path / "texts.npz", tokens=np.arange(8 * 128).reshape(8, 128))
+            command += " --texts texts.npz --tokens 1024 --batch-tokens 256"
         done = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env={**ONE_THREAD, "PATH": path}, capture_output=True, text=True,
             timeout=300,

@@ -135,10 +135,9 @@ def _verdict(speeds: dict[str, float], acceptance: float, cost: float) -> str:
         same = "no difference that this short a measurement can tell" if abs(ratio - 1) < NOISE else change
         lines.append(f"  {name:<16}{speed:5.1f} tokens/s" + ("" if name == "plain" else f", {same}"))
     lines.append(
-        "Untrained drafts on a model this small do not pay: this one reads "
-        f"{cost:.0%} of what a plain step reads, so it would gain only if more than {cost:.0%} of its drafts were "
-        f"accepted, and {acceptance:.0%} were. The governor, on by default, notices, and "
-        "drafts what can be looked up in the text instead, if anything."
+        f"A draft step reads {cost:.0%} of what a plain step reads, so drafting gains where more than {cost:.0%} of "
+        f"the drafts are accepted; {acceptance:.0%} of those shown were. The governor, on by default, drafts where "
+        "that is so, copies what can be looked up in the text, and else decodes plainly."
     )
     return "\n".join(lines)
 

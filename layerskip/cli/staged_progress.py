@@ -67,7 +67,7 @@ class StagedProgress:
 
 
 class TrainProgress(StagedProgress):
-    """How training goes, with the newest agreement on held-out text, by offset."""
+    """How training goes, with the newest agreement on held-out text."""
 
     _agreement = "agreement not known yet"
 
@@ -78,6 +78,7 @@ class TrainProgress(StagedProgress):
     def trained(self, step: int, steps: int, point: Point | None) -> None:
         """Steps of the optimiser, done and in all, and the newest point of the curve where it is new."""
         if point is not None:
-            by_offset: list[Any] = point["agreement"]
-            self._agreement = "agreement " + " ".join(f"{each:.3f}" for each in by_offset)
+            found: Any = point["agreement"]  # by offset of a draft, or by the number of layers
+            rates = found.values() if isinstance(found, dict) else found
+            self._agreement = "agreement " + " ".join(f"{each:.3f}" for each in rates)
         self.show(self._agreement, step, steps, f"step {step:,} of {steps:,}, {self._agreement}")

@@ -15,7 +15,8 @@ from layerskip.errors import SettingError
 
 if TYPE_CHECKING:
     from layerskip.api import Model
-    from layerskip.training import ExitSettings, TrainingTexts
+    from layerskip.plan import DraftPlan
+    from layerskip.training import ExitSettings, RecipeSettings, TrainingTexts
 
 __all__ = ["add_parser"]
 
@@ -23,18 +24,28 @@ EXAMPLES = """\
 examples:
   layerskip train ./checkpoint --recipe jump --out ./draft              # the model writes the texts, too
   layerskip train ./checkpoint --recipe adapter --exit-layer 6 --prompts prompts.jsonl --out ./draft
-  layerskip generate ./checkpoint --plan ./draft/plan.json --prompt "Why is the sky blue?"
+  layerskip generate --model ./checkpoint --plan ./draft/plan.json --chat "Why is the sky blue?"
 Interrupted, the same command with --resume goes on.
 """
 
 _COUNTS = {
-    "tokens": "to train on, repetitions counted (default: 4 million)",
+    "tokens": "to train on, repetitions counted (default: 4 million; layerskip: 20 million)",
     "text_tokens": "of different text (default: a quarter of --tokens)",
-    "batch_tokens": "of one step of the optimiser (default: 2048)",
+    "batch_tokens": "of one step of the optimiser (default: 2048; layerskip: 8192)",
     "micro_rows": "rows whose gradients are computed at once: less takes less memory (default: 4)",
+    "held_out_rows": "of the texts, never trained on (default: 16, at most an eighth of all)",
+    "evaluate_every": "steps between two looks at held-out text (default: 100)",
+}
+_OF_PATHS = {
     "num_blocks": "trained blocks (default: 1)",
     "offsets": "drafts of a round that are trained for (default: 3)",
-    "evaluate_every": "steps between two looks at held-out text (default: 100)",
+}
+_SHARED = (*(name for name in _COUNTS if name != "text_tokens"), "learning_rate", "precision", "seed")
+# Options that belong to some recipes only.
+_OF_RECIPE = {
+    "jump": (*_OF_PATHS, "vocabulary_size"),
+    "adapter": (*_OF_PATHS, "vocabulary_size", "exit_layer", "no_state"),
+    "layerskip": ("lora_rank", "max_dropout", "curriculum"),
 }
 _EXIT_SHARE = 5  # an adapter stands behind a fifth of the layers unless told otherwise
 
@@ -51,10 +62,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="a path or hub id")
     parser.add_argument(
         "--recipe",
-        choices=("jump", "adapter"),
+        choices=tuple(_OF_RECIPE),
         default="jump",
         help="jump (default): trained blocks that read the last token and the model's state before it, nothing else; "
-        "adapter: the model's first layers run before them",
+        "adapter: the model's first layers run before them; layerskip: the model itself, by layer dropout and early-exit "
+        "losses, as a checkpoint of its own",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where all of it goes")
     parser.add_argument("--resume", action="store_true", help="go on with what was begun there")
@@ -69,74 +81,84 @@ def add_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("what is trained")
     for name, text in _COUNTS.items():
         group.add_argument("--" + name.replace("_", "-"), type=positive, metavar="N", help=text)
-    group.add_argument("--exit-layer", type=positive, metavar="E", help="of an adapter (default: a fifth of all)")
-    group.add_argument("--no-state", action="store_true", help="an adapter that does not read the model's last state")
-    group.add_argument("--vocabulary-size", type=int, metavar="N", help="ids it may say, 0 for all (default: 8192)")
-    group.add_argument("--learning-rate", type=float, metavar="R", help="(default: 0.001)")
+    group.add_argument("--learning-rate", type=float, metavar="R", help="(default: 0.001; layerskip: 0.00005)")
     group.add_argument("--precision", choices=("bfloat16", "float32"), help="of the products (default: bfloat16)")
     group.add_argument("--seed", type=int, metavar="N", help="of texts and their order (default: 0)")
+    group = parser.add_argument_group("of jump and adapter")
+    for name, text in _OF_PATHS.items():
+        group.add_argument("--" + name.replace("_", "-"), type=positive, metavar="N", help=text)
+    group.add_argument("--vocabulary-size", type=int, metavar="N", help="ids it may say, 0 for all (default: 8192)")
+    group.add_argument("--exit-layer", type=positive, metavar="E", help="of an adapter (default: a fifth of all)")
+    group.add_argument(
+        "--no-state", action="store_const", const=True, help="an adapter that does not read the model's last state"
+    )
+    group = parser.add_argument_group("of layerskip")
+    group.add_argument("--lora-rank", type=positive, metavar="R", help="train additions of this rank (default: all)")
+    group.add_argument("--max-dropout", type=float, metavar="P", help="of the last layer (default: 0.1)")
+    group.add_argument("--curriculum", choices=("rotational", "gradual"), help="of the losses (default: rotational)")
     add_loading_options(parser.add_argument_group("loading"))
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from layerskip.training import train_exit
+    from layerskip.training import ExitSettings, train_exit, train_layerskip
 
-    named = given(options, ("tokens", "batch_tokens", "micro_rows", "num_blocks", "offsets", "evaluate_every",
-                            "vocabulary_size", "learning_rate", "precision", "seed"))  # fmt: skip
-    _check(options, named)
+    settings = _settings(options)
     model = load_model(options)
-    settings = _settings(options, named, model)
-    texts = _texts(options, settings, model)
+    texts = _texts(options, settings.tokens, settings.seed, model)
+    if options.held_out_rows is None:
+        settings = replace(settings, held_out_rows=min(settings.held_out_rows, max(1, len(texts.tokens) // 8)))
     with TrainProgress() as progress:
-        plan = train_exit(model, texts, options.out, settings, resume=options.resume, progress=progress.trained)
-    agreement = plan.provenance["acceptance_by_offset"]
-    print(
-        f"on {settings.held_out_rows} rows of text not trained on, the path says what the model says: "
-        + ", ".join(f"{each:.1%}" for each in agreement)
-        + " (1st, 2nd, … draft of a round, if those before were right)"
-    )
-    print(f"a draft step reads {model.draft_cost(plan):.1%} of what a plain step reads")
-    print(f"plan: {options.out / 'plan.json'}")
+        told: Any = {"resume": options.resume, "progress": progress.trained}
+        if not isinstance(settings, ExitSettings):
+            train_layerskip(model.hf_model, model.tokenizer, texts, options.out, settings, **told)
+            lines = [f"checkpoint: {options.out}", f"what it gained and lost: {options.out / 'README.md'}"]
+        else:
+            if options.recipe == "adapter":
+                exit_layer = options.exit_layer or max(1, model.decoder.num_blocks // _EXIT_SHARE)
+                settings = replace(settings, exit_layer=exit_layer, reads_state=not options.no_state)
+            lines = _of_path(model, train_exit(model, texts, options.out, settings, **told))
+    print("\n".join([*lines, f"plan: {options.out / 'plan.json'}"]))
     return 0
 
 
-def _check(options: argparse.Namespace, named: dict[str, Any]) -> None:
-    """What can be refused before the model is loaded."""
-    from layerskip.training import ExitSettings
+def _of_path(model: Model, plan: DraftPlan) -> list[str]:
+    agreement = ", ".join(f"{each:.1%}" for each in plan.provenance["acceptance_by_offset"])
+    return [
+        f"on text not trained on, the path says what the model says: {agreement} (1st, 2nd, … draft of a round, if those "
+        "before were right)",
+        f"a draft step reads {model.draft_cost(plan):.1%} of what a plain step reads",
+    ]
 
-    if options.recipe == "jump":
-        for name, idle in (("--exit-layer", options.exit_layer), ("--no-state", options.no_state)):
-            if idle:
-                raise SettingError(f"got {name} for the recipe jump, which has none; pass --recipe adapter.")
+
+def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
+    """What can be known, and refused, before the model is loaded."""
+    from layerskip.training import ExitSettings, RecipeSettings
+
+    own = _OF_RECIPE[options.recipe]
+    for recipe, names in _OF_RECIPE.items():
+        for name in given(options, tuple(name for name in names if name not in own)):
+            raise SettingError(
+                f"got --{name.replace('_', '-')} for the recipe {options.recipe}, which has no such thing; "
+                f"it belongs to --recipe {recipe}."
+            )
     if options.chat is not None and options.prompts is None:
         raise SettingError("got --chat or --no-chat without --prompts, where it has no effect.")
     if options.texts is not None and options.text_tokens is not None:
         raise SettingError("got --text-tokens for texts that are there; leave it out.")
+    if options.out.exists() and not options.out.is_dir():
+        raise SettingError(f"got --out {options.out}, which is a file; expected a folder, or one to be made.")
+    named = given(options, tuple(name for name in (*_SHARED, *own) if name not in ("exit_layer", "no_state")))
+    if options.recipe == "layerskip":
+        return RecipeSettings(**named)
     if (size := named.get("vocabulary_size")) is not None:
         if size < 0:
             raise SettingError(f"got --vocabulary-size {size}; expected a number of ids, or 0 for all.")
         named["vocabulary_size"] = size or None
-    if options.out.exists() and not options.out.is_dir():
-        raise SettingError(f"got --out {options.out}, which is a file; expected a folder, or one to be made.")
-    ExitSettings(**named)
+    return ExitSettings(**named)
 
 
-def _settings(options: argparse.Namespace, named: dict[str, Any], model: Model) -> ExitSettings:
-    from layerskip.training import ExitSettings
-
-    settings = ExitSettings(**named)
-    if options.recipe == "adapter":
-        layers = model.decoder.num_blocks
-        settings = replace(
-            settings,
-            exit_layer=options.exit_layer or max(1, layers // _EXIT_SHARE),
-            reads_state=not options.no_state,
-        )
-    return settings
-
-
-def _texts(options: argparse.Namespace, settings: ExitSettings, model: Model) -> TrainingTexts:
+def _texts(options: argparse.Namespace, tokens: int, seed: int, model: Model) -> TrainingTexts:
     from layerskip.training import TrainingTexts, WritingSettings, write_texts
 
     if options.texts is not None:
@@ -148,7 +170,7 @@ def _texts(options: argparse.Namespace, settings: ExitSettings, model: Model) ->
         prompts = [as_inputs(line.content, chat) for line in lines]
     row_tokens = min(WritingSettings.row_tokens, model.decoder.max_positions)
     writing = WritingSettings(
-        tokens=options.text_tokens or max(row_tokens, settings.tokens // 4), row_tokens=row_tokens, seed=settings.seed
+        tokens=options.text_tokens or max(row_tokens, tokens // 4), row_tokens=row_tokens, seed=seed
     )
     options.out.mkdir(parents=True, exist_ok=True)
     with TrainProgress() as progress:

@@ -25,7 +25,8 @@ from layerskip.errors import SettingError
 from layerskip.models.adapter import Adapter, AdapterSpec
 from layerskip.models.adapter_file import save_adapter
 from layerskip.plan import DraftPlan
-from layerskip.training.loop import Point, Schedule, optimise
+from layerskip.speedup import best_draft_length
+from layerskip.training.loop import Point, Schedule, optimise, rows_of_step
 from layerskip.training.rollout import rollout
 from layerskip.training.teacher import Teacher
 from layerskip.training.texts import TrainingTexts
@@ -147,7 +148,6 @@ def train_exit(
         exit_layer=settings.exit_layer,
         adapter=str(folder / ADAPTER),
         draft_vocabulary=run.vocabulary,
-        num_draft_tokens=2 * settings.offsets,
         target=model.identity,
         provenance={
             "made_by": "layerskip train",
@@ -160,6 +160,9 @@ def train_exit(
             "acceptance_by_offset": acceptance,
         },
     )
+    # The governor drafts less where that is better, never more.
+    length, _ = best_draft_length(acceptance[0], model.draft_cost(plan))
+    plan = replace(plan, num_draft_tokens=max(1, length))
     plan.save(folder / PLAN)
     return plan
 
@@ -170,10 +173,11 @@ class _Run:
     def __init__(self, model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path) -> None:
         self.decoder, self.settings = model.decoder, settings
         vocab_size = self.decoder.vocab_size
+        texts.refuse_unfit(vocab_size, self.decoder.max_positions)
         train, held_out = texts.split(settings.held_out_rows, settings.seed)
         if not train.is_own.any():
             raise SettingError("got texts with none of the model's own tokens; expected some: only on them it trains.")
-        self._rows_a_step = max(1, settings.batch_tokens // texts.tokens.shape[1])
+        self._rows_a_step = min(max(1, settings.batch_tokens // texts.tokens.shape[1]), len(train.tokens))
         self._train, self._held_out = (_on_device(each) for each in (train, held_out))
         steps = max(1, settings.tokens // (self._rows_a_step * texts.tokens.shape[1]))
         self.schedule = Schedule(
@@ -200,15 +204,15 @@ class _Run:
         self._judge = Teacher(self.decoder, self._held_out[0], settings.exit_layer)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         self.made_for = {
+            **asdict(replace(settings, micro_rows=1, kept_state_bytes=0, checkpoint_every=1)),
             "model": asdict(model.identity),
             "texts": texts.digest(),
-            "settings": asdict(replace(settings, micro_rows=1, kept_state_bytes=0, checkpoint_every=1)),
             "vocabulary": hashlib.sha256(json.dumps(self.vocabulary).encode()).hexdigest()[:16],
         }
 
     def losses(self, step: int) -> Iterator[Tensor]:
         """Of one step, a few rows at a time; together the mean over the positions that count."""
-        rows = self._rows_of(step)
+        rows = rows_of_step(step, len(self._train[0]), self._rows_a_step, self.settings.seed)
         counted = self._train[1][rows]
         total = max(1, int(counted.sum()))
         offsets = 1 if step < self.settings.first_offset_share * self.schedule.steps else self.settings.offsets
@@ -259,14 +263,6 @@ class _Run:
     def _labels(self, state: Tensor) -> Tensor:
         """The model's own distribution over the draft vocabulary, (positions, ids)."""
         return F.linear(self.decoder.final_norm(state), self._head, self._bias).float().softmax(-1)
-
-    def _rows_of(self, step: int) -> Tensor:
-        """The rows of a step: by its number alone. Each epoch has an order of its own; its last rows are left out."""
-        rows = len(self._train[0])
-        a_step = min(self._rows_a_step, rows)
-        epoch, index = divmod(step, max(1, rows // a_step))
-        order = np.random.default_rng((self.settings.seed, epoch)).permutation(rows)
-        return torch.from_numpy(order[index * a_step : (index + 1) * a_step])
 
 
 def _on_device(texts: TrainingTexts) -> tuple[Tensor, Tensor]:

@@ -14,18 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from layerskip.errors import CheckpointError, SettingError
 from layerskip.interrupts import held_interrupts
 
-__all__ = ["CHECKPOINT", "Schedule", "optimise"]
+__all__ = ["CHECKPOINT", "Point", "Schedule", "optimise", "rows_of_step"]
 
 CHECKPOINT = "checkpoint.pt"
 _FORMAT = 1
 
 Point = dict[str, Any]
+"""Figures of one moment of a training, by name."""
+
+
+def rows_of_step(step: int, rows: int, a_step: int, seed: int) -> Tensor:
+    """Which of `rows` a step reads, `a_step` of them, (a_step,), int64: by its number alone.
+
+    Each epoch has an order of its own; its last rows, too few for a step, are left out.
+    """
+    epoch, index = divmod(step, rows // a_step)
+    order = np.random.default_rng((seed, epoch)).permutation(rows)
+    return torch.from_numpy(order[index * a_step : (index + 1) * a_step])
 
 
 @dataclass(frozen=True)

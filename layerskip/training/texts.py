@@ -55,6 +55,19 @@ class TrainingTexts:
         content = str(self.tokens.shape).encode() + self.tokens.astype("<i4").tobytes() + self.is_own.tobytes()
         return hashlib.sha256(content).hexdigest()[:16]
 
+    def refuse_unfit(self, vocab_size: int, max_positions: int) -> None:
+        """Make sure that a model of these sizes can be trained on them.
+
+        Raises:
+            InputError: ids or positions that it does not have.
+        """
+        most, row_tokens = int(self.tokens.max()), self.tokens.shape[1]
+        if most >= vocab_size or not 2 <= row_tokens <= max_positions:
+            raise InputError(
+                f"got rows of {row_tokens} tokens, ids up to {most}; expected 2 to {max_positions:,} tokens, ids below "
+                f"{vocab_size:,}. Use texts that were written for this model."
+            )
+
     def split(self, held_out_rows: int, seed: int) -> tuple[TrainingTexts, TrainingTexts]:
         """Rows to train on, and `held_out_rows` others, drawn by the seed; SettingError if a side would be empty."""
         rows = len(self.tokens)
