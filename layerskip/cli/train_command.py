@@ -65,8 +65,8 @@ def add_parser(subparsers: Any) -> None:
         choices=tuple(_OF_RECIPE),
         default="jump",
         help="jump (default): trained blocks that read the last token and the model's state before it, nothing else; "
-        "adapter: the model's first layers run before them; layerskip: the model itself, by layer dropout and early-exit "
-        "losses, as a checkpoint of its own",
+        "adapter: the model's first layers run before them; layerskip: the model itself, by layer dropout and "
+        "early-exit losses, as a checkpoint of its own",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where all of it goes")
     parser.add_argument("--resume", action="store_true", help="go on with what was begun there")
@@ -125,8 +125,8 @@ def _run(options: argparse.Namespace) -> int:
 def _of_path(model: Model, plan: DraftPlan) -> list[str]:
     agreement = ", ".join(f"{each:.1%}" for each in plan.provenance["acceptance_by_offset"])
     return [
-        f"on text not trained on, the path says what the model says: {agreement} (1st, 2nd, … draft of a round, if those "
-        "before were right)",
+        f"on text not trained on, the path says what the model says: {agreement} (1st, 2nd, … draft of a round, if "
+        "those before were right)",
         f"a draft step reads {model.draft_cost(plan):.1%} of what a plain step reads",
     ]
 
