@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import layerskip
 from layerskip import DraftPlan
 from layerskip.models.loading import quiet
 from tests.checkpoints import save_tiny
-from tests.tiny_models import TINY_CONFIGS
+from tests.tiny_models import TINY_CONFIGS, VOCAB_SIZE
 from tests.toy_tokenizer import character_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,3 +289,56 @@ class TestSearchPrograms:
         for row in rows.values():
             (best,) = row["best"]
             assert 1 <= len(best) <= 25 and best == sorted(best)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A plan that was trained for a moment, and its checkpoint."""
+    from layerskip.training import ExitSettings, TrainingTexts, train_exit
+
+    checkpoint = save_tiny(tmp_path / "tiny")
+    model = layerskip.load(str(checkpoint), dtype="float32")
+    tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, (40, 32)).astype(np.int32)
+    settings = ExitSettings(
+        tokens=5120, batch_tokens=320, vocabulary_size=40, precision="float32", evaluate_every=4, held_out_rows=4
+    )
+    train_exit(model, TrainingTexts(tokens, np.ones_like(tokens, dtype=bool)), tmp_path / "jump", settings)
+    return checkpoint, tmp_path / "jump" / "plan.json"
+
+
+def test_training_curves(main_of, trained, tmp_path, capsys):
+    checkpoint, plan = trained
+    words = ["--model", str(checkpoint), "--dtype", "float32", "--threads", "1", "--results", str(tmp_path / "r.jsonl")]
+    assert main_of("training_curve")([str(plan), "--out", str(tmp_path / "a.png"), *words]) == 0
+    out = capsys.readouterr().out
+    assert "| jump | 5,120 |" in out and (tmp_path / "a.png").stat().st_size > 1000
+    (row,) = json.loads((tmp_path / "r.jsonl").read_text())["rows"]
+    assert [each["tokens"] for each in row["points"]] == [1280, 2560, 3840, 5120]
+    layerskip.DraftPlan.exit(2).save(tmp_path / "untrained.json")
+    assert main_of("training_curve")([str(tmp_path / "untrained.json"), *words]) == 2
+    assert "without a training curve" in capsys.readouterr().err
+
+
+def test_what_a_curve_promises(module_of):
+    curve = module_of("training_curve")
+    assert curve.predicted([0.5], 0.1, 0.0)["speedup"] == pytest.approx((1 + 0.5 + 0.25) / 1.2)
+    assert curve.predicted([0.5, 0.0], 0.25, 0.0) == {
+        "num_draft_tokens": 1,
+        "tokens_per_round": 1.5,
+        "speedup": pytest.approx(1.2),
+    }
+    points = [{"tokens": 10**power, "speedup": 1 + power / 100} for power in range(3, 9)]
+    assert curve.tokens_for(points, 1.1) == pytest.approx(1e10, rel=1e-6)
+    assert curve.tokens_for([{"tokens": 10, "speedup": 1.0}] * 4, 1.1) is None
+    assert curve.tokens_for([{"tokens": each, "speedup": 1.0} for each in (10, 20, 30, 40)], 1.1) is None
+
+
+def test_the_benchmark_takes_a_trained_plan_and_a_temperature(run_bench, trained, tmp_path):
+    checkpoint, plan = trained
+    lines = [json.dumps({"category": "qa", "turns": [question]}) + "\n" for question in QUESTIONS]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    words = ["--model", str(checkpoint), "--plan", str(plan), "--new-tokens", "10"]
+    words += ["--data", str(tmp_path / "data.jsonl")]
+    tables, document = run_bench(*words, "--dtype", "float32", "--temperature", "0.7", "--arms", "self", "combined")
+    assert "sampled at temperature 0.7" in tables and document["options"]["temperature"] == 0.7
+    assert document["draft_costs"]["in_plain_steps"]["draft"] > 0
