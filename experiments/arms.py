@@ -86,7 +86,7 @@ def our_arm(
             governor=governor,
             cuda_graphs=cuda_graphs,
             compile=compile,
-            seed=None if decoding is GREEDY else len(rows[0]),
+            seed=len(rows[0]) if decoding["do_sample"] else None,
             max_new_tokens=new_tokens,
             **decoding,
         )

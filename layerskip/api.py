@@ -254,6 +254,11 @@ class Model:
             PlanMismatchError: they were trained for another model, or behind another exit.
             CheckpointError: the file cannot be read.
         """
+        if self.decoder.is_spread:
+            raise UnsupportedModelError(
+                "got a plan with trained blocks for a model on several devices; expected one device. Load it without "
+                "device_map."
+            )
         path = Path(str(plan.adapter))
         key = (str(path), path.stat().st_mtime_ns if path.exists() else 0)  # it may be trained further meanwhile
         with self._loading:
@@ -261,6 +266,7 @@ class Model:
                 adapter = load_adapter(path, self._hf_model, self.decoder.dtype)
                 if self.preparation != Preparation():
                     adapter.prepare(pack=self.preparation.packed > 0)
+                self._adapters = {other: each for other, each in self._adapters.items() if other[0] != key[0]}
                 self._adapters[key] = adapter
             adapter = self._adapters[key]
         if adapter.spec.exit_layer != plan.exit_layer:

@@ -20,16 +20,18 @@ class Interrupts:
 
     Attributes:
         count: how many came and were not seen to yet; whoever sees to them sets it to 0.
+        is_told: whether the handler in force was told of one.
     """
 
     def __init__(self, before: Callable[[int, FrameType | None], object]) -> None:
-        self.count = 0
+        self.count, self.is_told = 0, False
         self._before, self._through = before, False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Count it; let the first one through where that is allowed, and the next one anywhere."""
         self.count += 1
         if self._through or self.count > 1:
+            self.is_told = True
             self._before(number, frame)
 
     @contextlib.contextmanager
@@ -55,21 +57,22 @@ def held_interrupts() -> Iterator[Interrupts]:
     Within another such block nothing changes. Only the main thread gets interrupts: elsewhere none ever comes.
 
     Raises:
-        KeyboardInterrupt: at the end, if one came that was not seen to. (Or what else the handler in force does.)
+        KeyboardInterrupt: at the end, also of a block that failed, if one came that was not seen to. (Or what else the
+            handler in force does.)
     """
     before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield Interrupts(signal.default_int_handler)
+        return
     outer = getattr(before, "__self__", None)
     if isinstance(outer, Interrupts):
         yield outer
         return
-    interrupts = Interrupts(before if callable(before) else signal.default_int_handler)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield interrupts
-        return
+    interrupts = Interrupts(before)
     signal.signal(signal.SIGINT, interrupts.handle)
     try:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
-    if interrupts.count == 1:
-        before(signal.SIGINT, None)
+        if interrupts.count and not interrupts.is_told:
+            before(signal.SIGINT, None)

@@ -62,7 +62,7 @@ def from_dict(plan_class: type[DraftPlan], content: Any) -> DraftPlan:
 def save(plan: DraftPlan, path: str | os.PathLike[str]) -> None:
     """`DraftPlan.save`: the file appears whole or not at all, and a failure leaves nothing else behind."""
     file = _as_path(path)
-    adapter = None if plan.adapter is None else _inside(plan.adapter, "an adapter", file.parent)
+    adapter = None if plan.adapter is None else _inside(plan.adapter, "an adapter", file.parent, follow=False)
     content = to_dict(replace(plan, draft_model=_portable(plan.draft_model, file.parent), adapter=adapter))
     try:
         text = json.dumps(content, indent=2) + "\n"
@@ -84,7 +84,7 @@ def load(plan_class: type[DraftPlan], path: str | os.PathLike[str]) -> DraftPlan
     data = _read(file)
     try:
         plan = from_dict(plan_class, json.loads(data.decode("utf-8")))
-        adapter = None if plan.adapter is None else _found(plan.adapter, "an adapter", file.parent)
+        adapter = None if plan.adapter is None else _beside(plan.adapter, file.parent)
         return replace(plan, draft_model=_resolved(plan.draft_model, file.parent), adapter=adapter)
     except PlanError as error:
         raise type(error)(f"{file}: {error}") from error
@@ -127,16 +127,16 @@ def _portable(draft_model: Any, folder: Path) -> Any:
     return _inside(draft_model, "a draft model", folder)
 
 
-def _inside(path: str, what: str, folder: Path) -> str:
-    """The form in which a plan file in `folder` names what lies beside it."""
-    inside = Path(path).expanduser().resolve()
-    if not inside.is_relative_to(folder.resolve()):
+def _inside(path: str, what: str, folder: Path, follow: bool = True) -> str:
+    """The form in which a plan file in `folder` names what lies beside it; links are followed, or taken as they are."""
+    inside, folder = (each.resolve() if follow else _plain(each) for each in (Path(path).expanduser(), folder))
+    if not inside.is_relative_to(folder):
         raise PlanError(
             f"got {what} at {path}, outside the plan's folder {folder}; a plan file can be moved only with what it "
             f"needs beside it. Save the plan into the parent folder of {what}"
             + (", or name a hub id." if what == "a draft model" else ".")
         )
-    return "./" + inside.relative_to(folder.resolve()).as_posix()
+    return "./" + inside.relative_to(folder).as_posix()
 
 
 def _resolved(draft_model: Any, folder: Path) -> Any:
@@ -147,16 +147,29 @@ def _resolved(draft_model: Any, folder: Path) -> Any:
         raise PlanError(f"got a plan with draft_model={draft_model!r}; expected a path or hub id.")
     if HUB_ID.fullmatch(draft_model):
         return draft_model
-    return _found(draft_model, "a draft model", folder)
-
-
-def _found(name: str, what: str, folder: Path) -> str:
-    """The path of what a plan file in `folder` names; nothing outside that folder."""
-    inside = (folder / name).resolve()
-    if Path(name).is_absolute() or not inside.is_relative_to(folder.resolve()):
-        kinds = (
-            "a hub id or a folder beside it ('./name')" if what == "a draft model" else "a file beside it ('./name')"
+    inside = (folder / draft_model).resolve()
+    if Path(draft_model).is_absolute() or not inside.is_relative_to(folder.resolve()):
+        raise PlanError(
+            f"got a draft model at {draft_model!r}, outside the plan's folder; a plan file may only name a hub "
+            "id or a folder beside it ('./name'). Pass DraftPlan.model(path) from code if you trust that path."
         )
-        hint = " Pass DraftPlan.model(path) from code if you trust that path." if what == "a draft model" else ""
-        raise PlanError(f"got {what} at {name!r}, outside the plan's folder; a plan file may only name {kinds}.{hint}")
     return str(inside)
+
+
+def _beside(name: str, folder: Path) -> str:
+    """The path of the file that a plan file in `folder` names.
+
+    By its name: in the hub's cache such files are links that lead out of the folder.
+    """
+    inside, folder = _plain(folder / name), _plain(folder)
+    if Path(name).is_absolute() or inside == folder or not inside.is_relative_to(folder):
+        raise PlanError(
+            f"got an adapter at {name!r}, outside the plan's folder; a plan file may only name a file beside it "
+            "('./name')."
+        )
+    return str(inside)
+
+
+def _plain(path: Path) -> Path:
+    """Absolute and without detours, with links as they are."""
+    return Path(os.path.normpath(path.absolute()))

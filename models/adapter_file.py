@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import PreTrainedModel
 
-from layerskip.errors import CheckpointError, PlanMismatchError
+from layerskip.errors import CheckpointError, PlanMismatchError, UnsupportedModelError
 from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.families import family_of
 
 __all__ = ["count_parameters", "load_adapter", "save_adapter"]
 
@@ -31,11 +31,12 @@ def save_adapter(adapter: Adapter, path: str | os.PathLike[str], dtype: torch.dt
     file = Path(path)
     tensors = {name: each.detach().to("cpu", dtype).contiguous() for name, each in adapter.modules.state_dict().items()}
     described = {"format": _FORMAT, "version": _VERSION, "adapter": json.dumps(adapter.spec.to_dict())}
-    with tempfile.TemporaryDirectory(prefix=".layerskip-", dir=file.parent) as folder:
-        scratch = Path(folder) / file.name
-        save_file(tensors, scratch, metadata=described)
-        scratch.chmod(0o666 & ~_umask())  # the library makes files that only their owner can read
+    scratch = file.with_name(file.name + ".new")
+    try:
+        scratch.write_bytes(save(tensors, metadata=described))
         os.replace(scratch, file)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: torch.dtype) -> Adapter:
@@ -50,7 +51,8 @@ def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: to
         raise CheckpointError(
             f"got an adapter at {file}, where there is no file. A plan that names one is moved together with it."
         )
-    device = next(model.parameters()).device
+    family = family_of(type(model).__name__)
+    device = next(model.get_submodule(family.final_norm).parameters()).device
     try:
         with safe_open(file, framework="pt") as opened:
             described = opened.metadata() or {}
@@ -60,7 +62,7 @@ def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: to
         raise CheckpointError(f"cannot read the adapter {file}: {error}. Copy it again, or train it anew.") from error
     try:
         return Adapter(model, spec, tensors)
-    except CheckpointError as error:
+    except (CheckpointError, UnsupportedModelError) as error:
         raise PlanMismatchError(f"{file}: {error}") from error
 
 
@@ -88,9 +90,3 @@ def _spec(described: dict[str, str], file: Path) -> AdapterSpec:
         return AdapterSpec(int(fields["exit_layer"]), int(fields["num_blocks"]), bool(fields["reads_state"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"cannot read the adapter {file}: its description is damaged ({error}).") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -59,16 +59,17 @@ class KVCache:
         # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0 * NaN would be NaN.
         try:
             self._entries = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+            self.states = {
+                behind: torch.zeros((batch, capacity, size), dtype=dtype, device=device)
+                for behind, (size, device) in (kept_states or {}).items()
+            }
         except RuntimeError as error:  # torch's out of memory, on CPU and CUDA
-            gigabytes = 2 * len(devices) * batch * kv_heads * capacity * head_dim * dtype.itemsize / 1e9
+            numbers = 2 * len(devices) * kv_heads * head_dim + sum(size for size, _ in (kept_states or {}).values())
+            gigabytes = batch * capacity * numbers * dtype.itemsize / 1e9
             raise DecodingError(
                 f"got no memory for a cache of {batch} row(s) of {capacity:,} positions, {gigabytes:.1f} GB. "
                 "Lower max_new_tokens, shorten the prompt, or decode fewer rows at once."
             ) from error
-        self.states = {
-            behind: torch.zeros((batch, capacity, size), dtype=dtype, device=device)
-            for behind, (size, device) in (kept_states or {}).items()
-        }
         self.keys = [entries[:, :kv_heads] for entries in self._entries]
         self.values = [entries[:, kv_heads:] for entries in self._entries]
         self.capacity = capacity

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -118,6 +119,29 @@ def test_rows_that_move_at_different_speeds(plans, name, options):
         assert drafted.new_token_ids == own.new_token_ids
 
 
+@pytest.mark.parametrize("length", [3, 120])
+def test_a_long_prompt_does_not_end_drafting(tmp_path, length):
+    """What an adapter reads of the prompt is no part of a draft's time: governed, it would never draft again."""
+    model = agreeing_model("llama")
+    save_adapter(adapter_of(model, SPECS["jump"]), tmp_path / "a.safetensors", torch.float64)
+    wrapped = layerskip.wrap(model)
+    plan = DraftPlan(exit_layer=0, adapter=tmp_path / "a.safetensors", num_draft_tokens=2)
+    engine = wrapped.engine(wrapped.check(prompt(length), plan=plan, governor="off", max_new_tokens=30))
+    (drafter,) = engine.drafters.values()
+    run, propose, widths = drafter._adapter.run, drafter.propose, []
+
+    def proposing(*arguments):
+        drafter._adapter.run = lambda entry, *rest: widths.append(entry.shape[1]) or run(entry, *rest)
+        try:
+            return propose(*arguments)
+        finally:
+            drafter._adapter.run = run
+
+    drafter.propose = proposing
+    list(engine)
+    assert len(widths) > 5 and max(widths) <= 9
+
+
 def test_sampling_with_a_seed(plans):
     wrapped = layerskip.wrap(agreeing_model("llama"))
     call = {"do_sample": True, "seed": 3, "acceptance_rule": "invariant", "max_new_tokens": 30, "temperature": 0.8}
@@ -175,6 +199,27 @@ def test_a_plan_moves_with_its_adapter(tmp_path):
     plan = DraftPlan.load(tmp_path / "two" / "plan.json")
     assert plan.adapter == str(tmp_path / "two" / "a.safetensors")
     layerskip.wrap(tiny_model("llama")).check_plan(plan)
+
+
+def test_links_as_the_hubs_cache_has_them(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_adapter(Adapter(tiny_model("llama"), SPECS["jump"]), tmp_path / "blobs" / "abc", torch.float64)
+    (tmp_path / "snapshot" / "a.safetensors").symlink_to("../blobs/abc")
+    DraftPlan(exit_layer=0, adapter=tmp_path / "snapshot" / "a.safetensors").save(tmp_path / "snapshot" / "plan.json")
+    plan = DraftPlan.load(tmp_path / "snapshot" / "plan.json")
+    layerskip.wrap(tiny_model("llama")).check_plan(plan)
+
+
+def test_a_file_that_was_trained_further_is_read_again(tmp_path):
+    model, file = tiny_model("llama"), tmp_path / "a.safetensors"
+    wrapped, plan, seen = layerskip.wrap(model), DraftPlan(exit_layer=0, adapter=file), []
+    for second in (1, 2, 3):
+        save_adapter(adapter_of(model, SPECS["jump"], second / 10), file, torch.float64)
+        os.utime(file, (second, second))
+        assert wrapped.adapter(plan) is wrapped.adapter(plan)
+        seen.append(wrapped.adapter(plan))
+    assert len(set(map(id, seen))) == 3 and len(wrapped._adapters) == 1
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../a.safetensors", "", 3])

@@ -50,6 +50,24 @@ def test_a_second_one_comes_through_at_once():
     assert not done
 
 
+def test_one_comes_also_behind_a_block_that_failed():
+    """Else a caller that tries again would never hear of it."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        with held_interrupts():
+            interrupt()
+            raise ValueError("of the block")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_a_handler_that_raises_nothing_is_told_once():
+    called = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: called.append(number))
+    with held_interrupts() as interrupts, interrupts.let_through():
+        interrupt()
+    assert len(called) == 1
+    signal.signal(signal.SIGINT, before)
+
+
 def test_it_is_let_through_where_that_is_allowed():
     done = []
     with held_interrupts() as interrupts:
@@ -84,9 +102,12 @@ def test_other_threads_have_nothing_to_hold():
         with held_interrupts() as interrupts, interrupts.let_through():
             counts.append(interrupts.count)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    with held_interrupts() as interrupts:
+        interrupt()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        interrupts.count = 0
     assert counts == [0]
 
 

@@ -1,7 +1,9 @@
 """Training a draft path on tiny models: it learns, it resumes exactly, it writes a plan that works, it refuses."""
 
+import copy
 import dataclasses
 import json
+import os
 import signal
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 import layerskip
 from layerskip import DraftPlan
-from layerskip.errors import CheckpointError, LayerSkipError, SettingError
+from layerskip.errors import CheckpointError, LayerSkipError, SettingError, UnsupportedModelError
 from layerskip.models.adapter_file import load_adapter
 from layerskip.training import ExitSettings, TrainingTexts, train_exit
 from layerskip.training.exit import _Run
@@ -187,6 +189,65 @@ def test_a_step_does_not_depend_on_how_many_rows_are_held_at_once(model, texts, 
         torch.testing.assert_close(one, four, rtol=1e-3, atol=1e-5)
 
 
+def test_a_handler_that_raises_nothing_does_not_end_the_training_as_if_done(model, texts, tmp_path):
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_exit(
+                model, texts, tmp_path, SMALL,
+                progress=lambda step, *_: signal.raise_signal(signal.SIGINT) if step == 2 else None,
+            )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not (tmp_path / "adapter.safetensors").exists()
+
+
+def test_a_loss_that_is_no_number_ends_it(texts, tmp_path):
+    hf_model = copy.deepcopy(tiny_model("llama", dtype=torch.float32))
+    hf_model.model.layers[3].mlp.down_proj.weight[0, 0] = float("inf")
+    with pytest.raises(SettingError, match="loss of nan"):
+        train_exit(layerskip.wrap(hf_model), texts, tmp_path, SMALL)
+    assert not (tmp_path / CHECKPOINT).exists()
+
+
+class Wrapped(torch.nn.Module):
+    """As an adapter of PEFT stands in a linear's place."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight = inner, inner.weight
+
+    def forward(self, inputs):
+        return 2 * self.inner(inputs)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.3.mlp.up_proj"])
+def test_models_that_are_refused(texts, tmp_path, name):
+    hf_model = copy.deepcopy(tiny_model("llama", dtype=torch.float32))
+    parent, _, own = name.rpartition(".")
+    setattr(hf_model.get_submodule(parent), own, Wrapped(hf_model.get_submodule(name)))
+    with pytest.raises(UnsupportedModelError, match="plain"):
+        train_exit(layerskip.wrap(hf_model), texts, tmp_path, SMALL)
+
+
+def test_a_checkpoint_that_cannot_be_written(model, texts, tmp_path, monkeypatch):
+    def save(*_):
+        raise RuntimeError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(CheckpointError, match="no space left"):
+        train_exit(model, texts, tmp_path, SMALL)
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_offsets_that_nothing_was_asked_of_have_no_rate(model, texts, tmp_path):
+    """A rate of 0 would tell the governor never to draft so far."""
+    run = _Run(model, texts, SMALL, tmp_path)
+    run._held_out = (run._held_out[0], torch.zeros_like(run._held_out[1]))
+    run._held_out[1][0, 9] = True
+    assert len(run.evaluate()["agreement"]) == 1
+
+
 def test_only_the_models_own_tokens_count(model, texts, tmp_path):
     """A token behind which the model's own do not follow has no part in the loss, only as context."""
     own = texts.is_own.copy()
@@ -204,14 +265,34 @@ def test_only_the_models_own_tokens_count(model, texts, tmp_path):
 
 def test_kept_states_are_those_computed(model, texts, tmp_path):
     tokens = torch.from_numpy(texts.tokens.astype(np.int64))
-    fresh, kept = Teacher(model.decoder, tokens, 2), Teacher(model.decoder, tokens, 2, tmp_path, 10**9)
+
+    def teacher(*where, tokens=tokens):
+        return Teacher(model.decoder, model.identity, tokens, 2, *where)
+
+    fresh, kept = teacher(), teacher(tmp_path, 10**9)
     for rows in ([0, 3], [3, 0], [5]):
         for one, two in zip(fresh.states(rows), kept.states(rows), strict=True):
             torch.testing.assert_close(one, two)
     kept.flush()
-    again = Teacher(model.decoder, tokens, 2, tmp_path, 10**9)
-    assert json.loads((tmp_path / "states.json").read_text()) == [0, 3, 5]
+    again = teacher(tmp_path, 10**9)
+    assert json.loads((tmp_path / "states.json").read_text())["rows"] == [0, 3, 5]
     assert all(torch.equal(*pair) for pair in zip(again.states([5, 0]), kept.states([5, 0]), strict=True))
+    # What is there of something else, or not whole, is not taken for these states.
+    others = teacher(tmp_path, 10**9, tokens=tokens.flip(0)).states([0])
+    torch.testing.assert_close(others, teacher(tokens=tokens.flip(0)).states([0]))
+    kept.flush()
+    for damage in (lambda: (tmp_path / "states.bin").unlink(), lambda: (tmp_path / "states.json").write_text("{")):
+        damage()
+        torch.testing.assert_close(teacher(tmp_path, 10**9).states([0]), fresh.states([0]))
+
+
+def test_no_room_for_the_states(model, texts, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SettingError, match="no room for"):
+        train_exit(model, texts, tmp_path, SMALL)
 
 
 def test_the_schedule():

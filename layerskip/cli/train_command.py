@@ -55,8 +55,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a draft path that pays",
-        description="Train a draft path on the model's own text. The model is not changed, and its output stays its "
-        "own.\nWrites plan.json and adapter.safetensors.",
+        description="Train a draft path on the model's own text, and write its plan. The model is not changed, and its "
+        "output stays\nits own (but for --recipe layerskip, which trains a copy of the model itself).",
         epilog=EXAMPLES,
     )
     parser.add_argument("model", metavar="MODEL", help="a path or hub id")
@@ -134,6 +134,7 @@ def _of_path(model: Model, plan: DraftPlan) -> list[str]:
 def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
     """What can be known, and refused, before the model is loaded."""
     from layerskip.training import ExitSettings, RecipeSettings
+    from layerskip.training.loop import CHECKPOINT
 
     own = _OF_RECIPE[options.recipe]
     for recipe, names in _OF_RECIPE.items():
@@ -148,6 +149,11 @@ def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
         raise SettingError("got --text-tokens for texts that are there; leave it out.")
     if options.out.exists() and not options.out.is_dir():
         raise SettingError(f"got --out {options.out}, which is a file; expected a folder, or one to be made.")
+    begun = [each for each in (options.out / CHECKPOINT, options.out / "training" / CHECKPOINT) if each.exists()]
+    if begun and not options.resume:  # before any text is written
+        raise SettingError(
+            f"got --out {options.out}, which holds a run that has begun. Pass --resume, or another folder."
+        )
     named = given(options, tuple(name for name in (*_SHARED, *own) if name not in ("exit_layer", "no_state")))
     if options.recipe == "layerskip":
         return RecipeSettings(**named)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from layerskip.models.span import Span
 from layerskip.state import DecodeState
 
 __all__ = ["SelfDrafter", "count_exact_blocks"]
+
+_MOST_LAG = 8  # positions that an adapter reads at the beginning of a draft; a pass over as many costs hardly more
 
 
 def count_exact_blocks(path: Sequence[Step]) -> int:
@@ -77,7 +80,7 @@ class SelfDrafter:
             if self._adapter is None:
                 return self.decoder.logits(hidden, self._head)
             hidden = (
-                self._catch_up(state, self._adapter)
+                self._read(state, self._adapter, state.lengths)
                 if offset == 0
                 else self._adapter.run(hidden, outputs[-1], state.cache, span)
             )
@@ -111,13 +114,23 @@ class SelfDrafter:
         hidden = self.decoder.run(exact, self._inexact, state.cache, span, self.exact_blocks)
         return exact, hidden
 
-    def _catch_up(self, state: DecodeState, adapter: Adapter) -> Tensor:
-        """Let the adapter read what was committed since it last did; its output behind each row's newest token.
+    def observe(self, state: DecodeState) -> None:
+        """Rollback is the shared cache's length; the adapter reads what is new, once it has fallen behind.
+
+        After a prompt, and now and then where nothing is drafted: that is not to count as the time of a draft.
+        """
+        ends = [length - 1 for length in state.lengths]  # the newest token's own states are not known yet
+        if self._adapter is not None and max(map(sub, ends, self._held)) > _MOST_LAG:
+            self._read(state, self._adapter, ends)
+            self._held = ends
+
+    def _read(self, state: DecodeState, adapter: Adapter, ends: Sequence[int]) -> Tensor:
+        """Let the adapter read each row's positions from where it was up to `ends`; its output behind the last of each.
 
         Rows that lag less than others read beyond their end: void, and written over before it is read.
         """
         cache, exit_layer = state.cache, adapter.spec.exit_layer
-        width = max(length - held for length, held in zip(state.lengths, self._held, strict=True))
+        width = max(map(sub, ends, self._held))
         starts = [max(0, min(held, cache.capacity - width)) for held in self._held]
         span = self.decoder.span(starts, width)
         if exit_layer:
@@ -129,8 +142,5 @@ class SelfDrafter:
             states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
             before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
         hidden = adapter.run(entry, before, cache, span)
-        last = torch.tensor([length - 1 - start for length, start in zip(state.lengths, starts, strict=True)])
+        last = torch.tensor([end - 1 - start for end, start in zip(ends, starts, strict=True)])
         return hidden[state.rows, last.to(hidden.device)].unsqueeze(1)
-
-    def observe(self, state: DecodeState) -> None:
-        """Nothing: rollback is the shared cache's length."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +20,17 @@ from torch import Tensor
 
 from layerskip.api import Model
 from layerskip.draft_vocabulary import most_frequent
-from layerskip.errors import SettingError
+from layerskip.errors import SettingError, UnsupportedModelError
 from layerskip.models.adapter import Adapter, AdapterSpec
 from layerskip.models.adapter_file import save_adapter
+from layerskip.models.decoder import Decoder
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
 from layerskip.training.loop import Point, Schedule, optimise, rows_of_step
 from layerskip.training.rollout import rollout
 from layerskip.training.teacher import Teacher
 from layerskip.training.texts import TrainingTexts
+from layerskip.training.writing import ends_of
 
 __all__ = ["ExitSettings", "train_exit"]
 
@@ -125,9 +126,11 @@ def train_exit(
 
     Raises:
         SettingError: settings out of range, a folder with another run, or texts that are too few.
-        InputError: texts with ids that the model does not have.
+        InputError: texts with ids or positions that the model does not have.
+        UnsupportedModelError: a model on several devices, or with last blocks that are no plain linears.
+        CheckpointError: the checkpoint is damaged, or cannot be written.
     """
-    settings, folder = settings or ExitSettings(), Path(out)
+    settings, folder = settings or ExitSettings(), Path(out).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     run = _Run(model, texts, settings, folder)
     began = time.time()
@@ -161,7 +164,7 @@ def train_exit(
         },
     )
     # The governor drafts less where that is better, never more.
-    length, _ = best_draft_length(acceptance[0], model.draft_cost(plan))
+    length, _ = best_draft_length(acceptance, model.draft_cost(plan))
     plan = replace(plan, num_draft_tokens=max(1, length))
     plan.save(folder / PLAN)
     return plan
@@ -173,12 +176,16 @@ class _Run:
     def __init__(self, model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path) -> None:
         self.decoder, self.settings = model.decoder, settings
         vocab_size = self.decoder.vocab_size
+        _refuse_model(self.decoder, settings)
         texts.refuse_unfit(vocab_size, self.decoder.max_positions)
         train, held_out = texts.split(settings.held_out_rows, settings.seed)
-        if not train.is_own.any():
-            raise SettingError("got texts with none of the model's own tokens; expected some: only on them it trains.")
+        if not train.is_own.any() or not held_out.is_own.any():
+            raise SettingError(
+                "got texts with none of the model's own tokens among those to train on, or those held out; expected "
+                "some: nothing else is learnt or judged."
+            )
         self._rows_a_step = min(max(1, settings.batch_tokens // texts.tokens.shape[1]), len(train.tokens))
-        self._train, self._held_out = (_on_device(each) for each in (train, held_out))
+        self._train, self._held_out = _tensors(train), _tensors(held_out)
         steps = max(1, settings.tokens // (self._rows_a_step * texts.tokens.shape[1]))
         self.schedule = Schedule(
             steps,
@@ -189,19 +196,20 @@ class _Run:
         size = settings.vocabulary_size
         self.vocabulary: tuple[int, ...] | None = None
         if size is not None and size < vocab_size:
-            self.vocabulary = most_frequent(train.tokens[train.is_own].tolist(), size, vocab_size, _ends(model))
+            ends = [token for token in ends_of(model) if token < vocab_size]
+            self.vocabulary = most_frequent(train.tokens[train.is_own].tolist(), size, vocab_size, ends)
         device = self.decoder.device
         ids = torch.tensor(self.vocabulary or range(vocab_size), device=device)
         self._head, self._bias = self.decoder.full_head.linears.dense_rows(ids)
-        self._index = torch.full((vocab_size,), -1, device=device).index_copy_(
-            0, ids, torch.arange(len(ids), device=device)
-        )
+        if settings.precision == "float32":
+            self._head, self._bias = self._head.float(), None if self._bias is None else self._bias.float()
         spec = AdapterSpec(settings.exit_layer, settings.num_blocks, settings.reads_state)
         self.adapter = Adapter(model.hf_model, spec)
         self.adapter.modules.float().requires_grad_(True)
         self.adapter.read()
-        self.teacher = Teacher(self.decoder, self._train[0], settings.exit_layer, folder, settings.kept_state_bytes)
-        self._judge = Teacher(self.decoder, self._held_out[0], settings.exit_layer)
+        source = (self.decoder, model.identity)
+        self.teacher = Teacher(*source, self._train[0], settings.exit_layer, folder, settings.kept_state_bytes)
+        self._judge = Teacher(*source, self._held_out[0], settings.exit_layer)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         self.made_for = {
             **asdict(replace(settings, micro_rows=1, kept_state_bytes=0, checkpoint_every=1)),
@@ -211,18 +219,21 @@ class _Run:
         }
 
     def losses(self, step: int) -> Iterator[Tensor]:
-        """Of one step, a few rows at a time; together the mean over the positions that count."""
+        """Of one step, a few rows at a time; together the mean over the positions that count.
+
+        The first positions of a row, before which no anchor lies for the last offset, count for none.
+        """
         rows = rows_of_step(step, len(self._train[0]), self._rows_a_step, self.settings.seed)
-        counted = self._train[1][rows]
-        total = max(1, int(counted.sum()))
         offsets = 1 if step < self.settings.first_offset_share * self.schedule.steps else self.settings.offsets
         weights = [self.settings.offset_decay**each for each in range(offsets)]
-        for some in rows.split(self.settings.micro_rows):
+        counts = self._train[1][rows]
+        counts[:, : offsets - 1] = False
+        total = max(1, int(counts.sum()))
+        for some, counted in zip(*(each.split(self.settings.micro_rows) for each in (rows, counts)), strict=True):
             entry, state = self.teacher.states(some.tolist())
             with self._autocast:
                 outputs = rollout(self.decoder, self.adapter, entry.float(), state.float(), offsets)
-            counted = self._train[1][some].to(entry.device)
-            counted[:, : offsets - 1] = False  # no anchor lies so far back
+            counted = counted.to(entry.device)
             labels = self._labels(state[counted])
             losses = [
                 weight * _cross_entropy(labels, self._scores(output[counted]))
@@ -237,35 +248,53 @@ class _Run:
         asked = torch.zeros_like(right)
         for some in torch.arange(len(self._held_out[0])).split(self.settings.micro_rows):
             entry, state = self._judge.states(some.tolist())
-            choice = self.decoder.logits(state).argmax(-1)
-            tokens = self._held_out[0][some].to(choice.device)
+            tokens, own = (each[some].to(entry.device) for each in self._held_out)
+            choice = _placed(own, self.decoder.logits(state[own].unsqueeze(0))[0].argmax(-1))
             with self._autocast:
                 outputs = rollout(self.decoder, self.adapter, entry.float(), state.float(), self.settings.offsets)
-            drafts = [self._draft(each) for each in outputs]
-            counted = self._held_out[1][some].to(choice.device)
-            for offset, draft in enumerate(drafts):
-                if offset:  # the draft before, at the position before, was the token that stands here
-                    stood = counted & (drafts[offset - 1] == F.pad(tokens[:, 1:], (0, 1), value=-1))
-                    counted = F.pad(stood[:, :-1], (1, 0)) & self._held_out[1][some].to(choice.device)
+            counted, following = own, F.pad(tokens[:, 1:], (0, 1), value=-1)
+            for offset, output in enumerate(outputs):
+                draft = _placed(own, self._draft(output[own]))
                 asked[offset] += counted.sum().item()
                 right[offset] += (counted & (draft == choice)).sum().item()
-        return {"agreement": [round(each, 4) for each in (right / asked.clamp(min=1)).tolist()]}
+                # The next offset counts where this draft, one position before, was the token that stands there.
+                counted = F.pad((counted & (draft == following))[:, :-1], (1, 0)) & own
+        found = [hits / times for hits, times in zip(right.tolist(), asked.tolist(), strict=True) if times]
+        return {"agreement": [round(each, 4) for each in found]}
 
     def _draft(self, output: Tensor) -> Tensor:
         chosen = self._scores(output).argmax(-1)
         return chosen if self.vocabulary is None else torch.tensor(self.vocabulary, device=chosen.device)[chosen]
 
     def _scores(self, output: Tensor) -> Tensor:
+        """Of `output` (positions, hidden_size) for the ids of the draft vocabulary: (positions, ids)."""
         with self._autocast:
-            return F.linear(self.adapter.final_norm(output), self._head.to(output.dtype), self._bias)
+            return F.linear(self.adapter.final_norm(output), self._head, self._bias)
 
     @torch.no_grad()
     def _labels(self, state: Tensor) -> Tensor:
         """The model's own distribution over the draft vocabulary, (positions, ids)."""
-        return F.linear(self.decoder.final_norm(state), self._head, self._bias).float().softmax(-1)
+        normed = self.decoder.final_norm(state).to(self._head.dtype)
+        return F.linear(normed, self._head, self._bias).float().softmax(-1)
 
 
-def _on_device(texts: TrainingTexts) -> tuple[Tensor, Tensor]:
+def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
+    if decoder.is_spread:
+        raise UnsupportedModelError("got a model on several devices; expected one. Load it without device_map.")
+    groups = [group for block in decoder.blocks[-settings.num_blocks :] for group in block.linears]
+    if not all(each.is_plain for each in (decoder.full_head.linears, *groups)):
+        raise UnsupportedModelError(
+            "got a model whose head, or one of whose last blocks, has linears that are quantised, wrapped or hooked; "
+            "expected plain ones, which trained blocks can begin with. Merge adapters, or load the original weights."
+        )
+
+
+def _placed(own: Tensor, values: Tensor) -> Tensor:
+    """`values` of the positions where `own` (rows, tokens) is true, in their places; -1 elsewhere."""
+    return torch.full(own.shape, -1, dtype=values.dtype, device=values.device).masked_scatter_(own, values)
+
+
+def _tensors(texts: TrainingTexts) -> tuple[Tensor, Tensor]:
     """Tokens (rows, row_tokens), int64, and where the token behind each is the model's own, bool."""
     own = torch.from_numpy(np.ascontiguousarray(texts.is_own))
     return torch.from_numpy(texts.tokens.astype(np.int64)), F.pad(own[:, 1:], (0, 1))
@@ -275,8 +304,3 @@ def _cross_entropy(labels: Tensor, scores: Tensor) -> Tensor:
     """Of soft labels, summed over positions; both (positions, ids)."""
     scores = scores.float()
     return (scores.logsumexp(-1) - (labels * scores).sum(-1)).sum()
-
-
-def _ends(model: Model) -> Sequence[int]:
-    settings: Any = model.check([0], max_new_tokens=1).settings
-    return [token for token in settings.eos_token_id if token < model.decoder.vocab_size]

@@ -25,6 +25,7 @@ __all__ = ["CHECKPOINT", "Point", "Schedule", "optimise", "rows_of_step"]
 
 CHECKPOINT = "checkpoint.pt"
 _FORMAT = 1
+_SAVED = {"parameters", "optimizer", "step", "curve", "seconds", "total", "count"}
 
 Point = dict[str, Any]
 """Figures of one moment of a training, by name."""
@@ -113,7 +114,7 @@ def optimise(
 
     Raises:
         SettingError: `resume` is false and there is a checkpoint, or it was made for something else.
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or cannot be written.
         KeyboardInterrupt: after a checkpoint was written.
     """
     parameters = {name: each for name, each in modules.named_parameters() if each.requires_grad}
@@ -131,6 +132,7 @@ def optimise(
                 parameter.copy_(saved["parameters"][name])
         optimizer.load_state_dict(saved["optimizer"])
         step, curve, seconds, total, count = (saved[name] for name in ("step", "curve", "seconds", "total", "count"))
+        saved = None  # as large as all that is trained, three times
     began = time.perf_counter() - seconds
 
     def save() -> None:
@@ -150,6 +152,11 @@ def optimise(
             for loss in losses_of(step):
                 loss.backward()
                 loss_of_step += float(loss.detach())
+            if not math.isfinite(loss_of_step):
+                raise SettingError(
+                    f"got a loss of {loss_of_step} at step {step + 1}; expected a number. The last checkpoint is from "
+                    "before. Lower the learning rate, or use precision='float32'."
+                )
             nn.utils.clip_grad_norm_(list(parameters.values()), schedule.clip_norm)
             optimizer.step()
             step, total, count = step + 1, total + loss_of_step, count + 1
@@ -162,6 +169,8 @@ def optimise(
             progress(step, point)
         if interrupts.count and step < schedule.steps:
             save()
+    if step < schedule.steps:  # by a handler that raised nothing
+        raise KeyboardInterrupt
     return curve
 
 
@@ -175,6 +184,8 @@ def _load(file: Path, made_for: Mapping[str, Any], resume: bool) -> dict[str, An
     try:
         saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         before = dict(saved["made_for"])
+        if saved["format"] != _FORMAT or not _SAVED <= saved.keys():
+            raise ValueError(f"format {saved['format']!r}, with {', '.join(sorted(saved))}")
     except Exception as error:  # whatever the reader of pickles makes of a damaged file
         raise CheckpointError(f"cannot read the checkpoint {file}: {error}. Remove it, and begin anew.") from error
     for name in sorted({*before, *made_for}):
@@ -188,5 +199,11 @@ def _load(file: Path, made_for: Mapping[str, Any], resume: bool) -> dict[str, An
 
 def _save(file: Path, content: dict[str, Any]) -> None:
     scratch = file.with_suffix(".new")
-    torch.save(content, scratch)
-    os.replace(scratch, file)
+    try:
+        torch.save(content, scratch)
+        os.replace(scratch, file)
+    except (OSError, RuntimeError) as error:
+        scratch.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint {file}: {error}. Make room; the one from before is as it was, to resume from."
+        ) from error

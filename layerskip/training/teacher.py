@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from layerskip.errors import SettingError
+from layerskip.identity import ModelIdentity
 from layerskip.models.decoder import Decoder
 
 __all__ = ["Teacher"]
@@ -19,49 +23,54 @@ class Teacher:
     """States behind an exit and behind the last block, for the rows of `tokens`.
 
     With a folder and enough bytes they are kept in a file there as they are computed: reading them again costs a
-    hundredth of a pass of the model.
+    hundredth of a pass of the model. The file is opened when the first states are asked for.
     """
 
     def __init__(
-        self, decoder: Decoder, tokens: Tensor, exit_layer: int, folder: Path | None = None, most_bytes: int = 0
+        self,
+        decoder: Decoder,
+        identity: ModelIdentity,
+        tokens: Tensor,
+        exit_layer: int,
+        folder: Path | None = None,
+        most_bytes: int = 0,
     ) -> None:
         """See the class.
 
         Args:
             tokens: (rows, row_tokens), int64.
             exit_layer: 0: the states behind it are the embeddings, which are not kept.
-            folder: belongs to these tokens and this model only.
             most_bytes: that the file may take.
+        """
+        self._decoder, self._tokens, self._exit_layer = decoder, tokens, exit_layer
+        self._behind = [each for each in (exit_layer, decoder.num_blocks) if each]
+        self._shape = (len(tokens), len(self._behind), tokens.shape[1], decoder.hidden_size)
+        self._numbers = len(tokens) * len(self._behind) * tokens.shape[1] * decoder.hidden_size
+        self._folder = folder if self._numbers * decoder.dtype.itemsize <= most_bytes else None
+        digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+        self._made_for = {
+            "model": asdict(identity),
+            "tokens": digest,
+            "behind": self._behind,
+            "dtype": str(decoder.dtype),
+        }
+        self._kept: Tensor | None = None
+        self._done: set[int] = set()
+
+    @torch.no_grad()
+    def states(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Behind the exit and behind the last block, of rows by their numbers: each (rows, row_tokens, hidden_size).
 
         Raises:
             SettingError: there is no room for the file.
         """
-        self._decoder, self._tokens, self._exit_layer = decoder, tokens, exit_layer
-        self._behind = [each for each in (exit_layer, decoder.num_blocks) if each]
-        rows, row_tokens = tokens.shape
-        shape = (rows, len(self._behind), row_tokens, decoder.hidden_size)
-        numbers = rows * len(self._behind) * row_tokens * decoder.hidden_size
-        self._kept: Tensor | None = None
-        self._done: set[int] = set()
-        if folder is None or numbers * decoder.dtype.itemsize > most_bytes:
-            return
-        self._index = folder / "states.json"
-        try:
-            self._kept = torch.from_file(str(folder / "states.bin"), True, numbers, dtype=decoder.dtype).view(shape)
-        except RuntimeError as error:
-            raise SettingError(
-                f"got no room for {numbers * decoder.dtype.itemsize / 1e9:.1f} GB of states in {folder}: {error}. "
-                "Lower the bytes that may be kept, or make room."
-            ) from error
-        if self._index.exists():
-            self._done = set(json.loads(self._index.read_text(encoding="utf-8")))
-
-    @torch.no_grad()
-    def states(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Behind the exit and behind the last block, of rows by their numbers: each (rows, row_tokens, hidden_size)."""
         decoder = self._decoder
         token_ids = self._tokens[list(rows)].to(decoder.device)
-        if self._kept is None or not self._done.issuperset(rows):
+        if self._folder is not None and self._kept is None:
+            self._open(self._folder)
+        if self._kept is not None and self._done.issuperset(rows):
+            found = self._kept[list(rows)].to(decoder.device)
+        else:
             batch, tokens = token_ids.shape
             cache = decoder.new_cache(batch, tokens, kept_states=self._behind)
             decoder.run(decoder.embed(token_ids), decoder.full_path, cache, decoder.span([0] * batch, tokens))
@@ -69,12 +78,34 @@ class Teacher:
             if self._kept is not None:
                 self._kept[list(rows)] = found.cpu()
                 self._done.update(rows)
-        else:
-            found = self._kept[list(rows)].to(decoder.device)
         entry = found[:, 0] if self._exit_layer else decoder.embed(token_ids)
         return entry, found[:, -1]
 
     def flush(self) -> None:
         """Note which rows are in the file, for a later run."""
-        if self._kept is not None:
-            self._index.write_text(json.dumps(sorted(self._done)), encoding="utf-8")
+        if self._kept is not None and self._folder is not None:
+            scratch = self._folder / "states.new"
+            scratch.write_text(json.dumps({"made_for": self._made_for, "rows": sorted(self._done)}), encoding="utf-8")
+            os.replace(scratch, self._folder / "states.json")
+
+    def _open(self, folder: Path) -> None:
+        """Map the file; its rows are taken over if it is whole, and was made for the same."""
+        file, size = folder / "states.bin", self._numbers * self._decoder.dtype.itemsize
+        try:
+            noted = json.loads((folder / "states.json").read_text(encoding="utf-8"))
+            if noted["made_for"] == self._made_for and file.stat().st_size == size:
+                self._done = set(noted["rows"])
+        except (OSError, ValueError, KeyError, TypeError):  # nothing is there, or what is there cannot be used
+            pass
+        try:
+            with file.open("ab") as opened:
+                opened.truncate(size)
+                # All of it now: a page for which there is no room later would end the process.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(opened.fileno(), 0, size)
+            self._kept = torch.from_file(str(file), True, self._numbers, dtype=self._decoder.dtype).view(self._shape)
+        except (OSError, RuntimeError) as error:
+            raise SettingError(
+                f"got no room for {size / 1e9:.1f} GB of states in {folder}: {error}. Make room, or lower the bytes "
+                "that may be kept (kept_state_bytes; 0: they are computed anew each time)."
+            ) from error

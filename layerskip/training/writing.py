@@ -25,7 +25,7 @@ from layerskip.errors import CheckpointError, InputError, SettingError
 from layerskip.text import encode
 from layerskip.training.texts import TrainingTexts
 
-__all__ = ["WritingSettings", "write_texts"]
+__all__ = ["WritingSettings", "ends_of", "write_texts"]
 
 _Ids = list[int]
 _Around = tuple[_Ids, _Ids]
@@ -162,7 +162,7 @@ class _Author:
     """
 
     def __init__(self, model: Model, settings: WritingSettings, prompts: list[_Ids] | None) -> None:
-        self._model, self._settings, self._prompts, self._ends = model, settings, prompts, _ends(model)
+        self._model, self._settings, self._prompts, self._ends = model, settings, prompts, ends_of(model)
         self.around: _Around = ([], []) if prompts is not None else _around_user(model)
         room = settings.row_tokens - sum(map(len, self.around))
         if room < 3:
@@ -227,7 +227,8 @@ def _digest(content: Any) -> str | None:
     return None if content is None else hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _ends(model: Model) -> tuple[int, ...]:
+def ends_of(model: Model) -> tuple[int, ...]:
+    """The ids that end what `model` says, by its own generation config."""
     return model.check([0], max_new_tokens=1, seed=0, **_LEFT_OUT).settings.eos_token_id
 
 
@@ -246,7 +247,7 @@ def _around_user(model: Model) -> _Around:
     tokenizer: Any = model.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         first = model.hf_config.bos_token_id if tokenizer is None else tokenizer.bos_token_id
-        return list(_ends(model)[:1] if first is None else [int(first)]), []
+        return list(ends_of(model)[:1] if first is None else [int(first)]), []
     one, other = (encode([{"role": "user", "content": said}], tokenizer)[0] for said in _MESSAGES)
     start = list(os.path.commonprefix([one, other]))
     end = list(os.path.commonprefix([one[len(start) :][::-1], other[len(start) :][::-1]]))[::-1]
