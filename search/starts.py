@@ -68,13 +68,19 @@ def starts(judge: Judge, space: Space, retention: dict[str, list[float]], batche
     num = space.num_blocks
     found: list[Start] = []
     if space.skips and space.layers:
-        found += _by_rank(judge, space, retention)
-        found += _greedy(judge, space, retention, batches)
+        # First what is best at many costs: a search that ends early has something for each.
+        found += _knapsack(judge)
         found += [
             Start(f"dynamic programme {skips}", candidate)
-            for skips, candidate in sorted(clasp_paths(judge, num // 2, by_sub_block=True).items())
+            for skips, candidate in sorted(clasp_paths(judge, num, by_sub_block=True).items())
+            if skips <= num // 2 or skips % 3 == 0  # up to half of all sub-blocks, of the larger numbers some
         ]
-        found += _knapsack(judge)
+        found += [
+            Start(f"dynamic programme, {skips} whole layers", candidate)
+            for skips, candidate in sorted(clasp_paths(judge, num // 2).items())
+        ]
+        found += _by_rank(judge, space, retention)
+        found += _greedy(judge, space, retention, batches)
     if space.exits:
         found += [Start(f"exit {layer}", Candidate.of(num, exit_layer=layer)) for layer in _exits(num)]
     shares = {size: _coverage(judge, size) for size in space.vocabulary_sizes}

@@ -145,21 +145,8 @@ def optimise(
     progress(step, curve[-1] if curve else None)
     with held_interrupts() as interrupts:
         while step < schedule.steps and not interrupts.count:
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.learning_rate_at(step)
-            optimizer.zero_grad(set_to_none=True)
-            loss_of_step = 0.0
-            for loss in losses_of(step):
-                loss.backward()
-                loss_of_step += float(loss.detach())
-            if not math.isfinite(loss_of_step):
-                raise SettingError(
-                    f"got a loss of {loss_of_step} at step {step + 1}; expected a number. The last checkpoint is from "
-                    "before. Lower the learning rate, or use precision='float32'."
-                )
-            nn.utils.clip_grad_norm_(list(parameters.values()), schedule.clip_norm)
-            optimizer.step()
-            step, total, count = step + 1, total + loss_of_step, count + 1
+            loss = _take_step(optimizer, losses_of(step), schedule, step)
+            step, total, count = step + 1, total + loss, count + 1
             point = None
             if step % schedule.evaluate_every == 0 or step == schedule.steps:
                 point = {"step": step, "seconds": time.perf_counter() - began, "loss": total / count, **evaluate()}
@@ -172,6 +159,25 @@ def optimise(
     if step < schedule.steps:  # by a handler that raised nothing
         raise KeyboardInterrupt
     return curve
+
+
+def _take_step(optimizer: torch.optim.Optimizer, losses: Iterator[Tensor], schedule: Schedule, step: int) -> float:
+    """One step on the sum of `losses`, which is returned."""
+    for group in optimizer.param_groups:
+        group["lr"] = schedule.learning_rate_at(step)
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for loss in losses:
+        loss.backward()
+        total += float(loss.detach())
+    if not math.isfinite(total):
+        raise SettingError(
+            f"got a loss of {total} at step {step + 1}; expected a number. The last checkpoint is from before. Lower the "
+            "learning rate, or use precision='float32'."
+        )
+    nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], schedule.clip_norm)
+    optimizer.step()
+    return total
 
 
 def _load(file: Path, made_for: Mapping[str, Any], resume: bool) -> dict[str, Any] | None:
