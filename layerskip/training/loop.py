@@ -172,8 +172,8 @@ def _take_step(optimizer: torch.optim.Optimizer, losses: Iterator[Tensor], sched
         total += float(loss.detach())
     if not math.isfinite(total):
         raise SettingError(
-            f"got a loss of {total} at step {step + 1}; expected a number. The last checkpoint is from before. Lower the "
-            "learning rate, or use precision='float32'."
+            f"got a loss of {total} at step {step + 1}; expected a number. The last checkpoint is from before. Lower "
+            "the learning rate, or use precision='float32'."
         )
     nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], schedule.clip_norm)
     optimizer.step()
