@@ -166,7 +166,7 @@ def search_through_faults(
 def test_a_search_survives_a_killed_worker_and_a_server_that_restarts(
     postgres: PostgresServer, opened: Any, tmp_path: Path
 ) -> None:
-    trials, secret = 60, "p@ss {word}/%"
+    trials, secret = 200, "p@ss {word}/%"
     database = postgres.new_database().partition("?")[0].rpartition("/")[2]
     postgres.require_password("worker", secret)
     postgres.execute(f"ALTER DATABASE {database} OWNER TO worker")
