@@ -15,8 +15,6 @@ import math
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
@@ -30,7 +28,7 @@ from experiments.program import exit_code
 from experiments.report import append
 from layerskip.cli.parser import Parser, positive
 from layerskip.errors import PlanError
-from layerskip.search.acceptance import best_speedup
+from layerskip.speedup import speedup, tokens_per_round
 
 __all__ = ["main", "points_of", "predicted"]
 
@@ -46,11 +44,12 @@ def predicted(agreement: Sequence[float], draft_ratio: float, verify_slope: floa
         draft_ratio: a draft step in plain steps.
         verify_slope: what each further token adds to a pass, in plain steps.
     """
-    rates = [*agreement, *[agreement[-1]] * (LONGEST - len(agreement))]
-    survival = list(accumulate(rates, mul))
-    best = best_speedup(survival, lambda drafts: drafts * draft_ratio + 1 + drafts * verify_slope)
-    length = best.num_draft_tokens
-    return {"num_draft_tokens": length, "tokens_per_round": 1 + sum(survival[:length]), "speedup": best.ratio}
+
+    def at(drafts: int) -> float:
+        return speedup(agreement, drafts, draft_ratio, 1 + drafts * verify_slope)
+
+    best = max(range(1, LONGEST + 1), key=at)
+    return {"num_draft_tokens": best, "tokens_per_round": tokens_per_round(agreement, best), "speedup": at(best)}
 
 
 def points_of(plan: layerskip.DraftPlan, draft_ratio: float, verify_slope: float) -> list[dict[str, Any]]:
@@ -73,14 +72,14 @@ def points_of(plan: layerskip.DraftPlan, draft_ratio: float, verify_slope: float
     ]
 
 
-def tokens_for(points: Sequence[dict[str, Any]], speedup: float) -> float | None:
-    """Tokens at which a straight line through the later half of the curve, over log(tokens), reaches a speed-up."""
+def tokens_for(points: Sequence[dict[str, Any]], target: float) -> float | None:
+    """Tokens at which a straight line through the later half of the curve, over log(tokens), reaches `target`."""
     later = points[len(points) // 2 :]
     if len({each["tokens"] for each in later}) < 2:
         return None
     logs, speedups = [math.log(each["tokens"]) for each in later], [each["speedup"] for each in later]
     slope, start = linear_regression(logs, speedups)
-    exponent = (speedup - start) / slope if slope > 0 else math.inf
+    exponent = (target - start) / slope if slope > 0 else math.inf
     return math.exp(exponent) if exponent < 60 else None  # no number of tokens that anybody trains on
 
 
