@@ -208,7 +208,8 @@ def test_links_as_the_hubs_cache_has_them(tmp_path):
     (tmp_path / "snapshot" / "a.safetensors").symlink_to("../blobs/abc")
     DraftPlan(exit_layer=0, adapter=tmp_path / "snapshot" / "a.safetensors").save(tmp_path / "snapshot" / "plan.json")
     plan = DraftPlan.load(tmp_path / "snapshot" / "plan.json")
-    layerskip.wrap(tiny_model("llama")).check_plan(plan)
+    assert plan.adapter == str(tmp_path / "snapshot" / "a.safetensors")
+    assert layerskip.wrap(tiny_model("llama")).adapter(plan).spec == SPECS["jump"]
 
 
 def test_a_file_that_was_trained_further_is_read_again(tmp_path):
