@@ -82,6 +82,23 @@ class Span:
             moved._moved = self._moved  # so that the way back leads to this span, masks and all
         return self._moved[device]
 
+    def widened(self, tokens: int, capacity: int) -> Span:
+        """The same span with `tokens` further positions in each row, or this one where there is no room for them.
+
+        It stays as it is, too, where the caller has decided what is read, where it is written, or what is seen.
+        """
+        is_plain = self._first is None and self.slot == self.start and self._hidden_slots == self._behind
+        if not is_plain or self.visible != self.end or self.end + tokens > capacity:
+            return self
+        return Span(
+            self.starts,
+            self.tokens + tokens,
+            group=self._group,
+            tables=self._tables,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
     @property
     def end(self) -> int:
         """One past the last position of the longest row."""

@@ -239,3 +239,34 @@ class TestChangesAndRepetitions:
         own = fresh()
         own.lm_head = nn.Sequential(own.lm_head)
         assert generate(wrap(own)) == generate(wrap(fresh()))
+
+
+@pytest.mark.parametrize("lengths, tokens, capacity", [([9], 2, 12), ([9], 2, 11), ([9, 9], 1, 12), ([9, 5], 1, 12)])
+def test_a_pass_over_two_rows_is_widened_where_there_is_room(monkeypatch, lengths, tokens, capacity):
+    """Packed linears take longer for two rows than for three: outputs and the cache's books are those of two."""
+    if packing_obstacle(torch.float32, torch.device("cpu")):
+        pytest.skip("this machine packs nothing")
+    packed, plain = wrap(fresh()), wrap(fresh())
+    packed.prepare(pack=True)
+    rows, outputs = [], []
+    block = packed.decoder.blocks[0]
+    transform = type(block).transform
+    monkeypatch.setattr(
+        type(block), "transform", lambda self, hidden: rows.append(hidden.shape[:2].numel()) or transform(self, hidden)
+    )
+    ids = prompt(max(lengths) + tokens, batch=len(lengths))
+    for decoder in (packed.decoder, plain.decoder):
+        cache = decoder.new_cache(len(lengths), capacity, kept_states=[2])
+        start = decoder.span([0] * len(lengths), max(lengths))
+        decoder.run(decoder.embed(ids[:, : max(lengths)]), decoder.full_path, cache, start)
+        cache.commit(lengths)
+        rows.clear()
+        hidden = decoder.run(decoder.embed(ids[:, -tokens:]), decoder.full_path, cache, decoder.span(lengths, tokens))
+        outputs.append(decoder.logits(hidden))
+        widened = decoder is packed.decoder and max(lengths) + tokens < capacity
+        assert set(rows) == {2 + (len(lengths) if widened else 0)}
+        cache.commit([length + tokens for length in lengths])
+        cache.check()
+        assert cache.states[2][0, lengths[0] + tokens - 1].any()
+    assert outputs[0].shape == outputs[1].shape == (len(lengths), tokens, packed.decoder.vocab_size)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
