@@ -19,6 +19,7 @@ from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfD
 from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.governor import Source
+from layerskip.governor.acceptance import MEASURED_WEIGHT
 from layerskip.identity import ModelIdentity, identify
 from layerskip.models.adapter import Adapter
 from layerskip.models.adapter_file import load_adapter
@@ -320,8 +321,9 @@ class Model:
             make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary, adapter=adapter)
             ratio = plan.draft_ratio or self.draft_cost(plan)
             # What was measured is no hope but knowledge, until the text at hand says otherwise.
-            priors = plan.acceptance_by_offset or Source.priors
-            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, priors, adapter)
+            measured = plan.acceptance_by_offset
+            prior = (measured, MEASURED_WEIGHT) if measured else (Source.priors, Source.prior_weight)
+            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, *prior, adapter)
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()

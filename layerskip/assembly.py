@@ -47,7 +47,7 @@ class PlannedDrafter:
     Attributes:
         cost_ratio: of one step in plain steps, by the parameters that it reads.
         most: drafts a round.
-        priors: see `Source`.
+        priors, prior_weight: see `Source`.
         adapter: trained blocks that it runs: they need room in the cache, and states that are kept there.
     """
 
@@ -55,6 +55,7 @@ class PlannedDrafter:
     cost_ratio: float
     most: int
     priors: Sequence[float] = Source.priors
+    prior_weight: float = Source.prior_weight
     adapter: Adapter | None = None
 
 
@@ -132,7 +133,10 @@ def _has_guests(decoder: Decoder, request: Request) -> bool:
 
 
 def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:
-    sources = {name: Source(min(each.most, most), each.cost_ratio, each.priors) for name, each in planned.items()}
+    sources = {
+        name: Source(min(each.most, most), each.cost_ratio, each.priors, each.prior_weight)
+        for name, each in planned.items()
+    }
     if request.governor == "off" or not sources:
         return Always(sources)
     ratios = {name: each.cost_ratio for name, each in planned.items()}
