@@ -3,9 +3,9 @@
 Drafts of equal prospects share a cell: `Drafter.outlook`'s grade and the draft's offset, added up. (A draft that copies
 behind a match of `n` tokens stands, once it has been right `j` times, behind a match of `n + j`.) A cell that rests on
 little is shrunk towards the source's prior, times how much better or worse the source does than that in all cells.
-Hopes are optimistic, so that an untried source is tried, and weigh little; acceptance that was measured elsewhere weighs
-more, or a few unlucky drafts would silence a source whose gain is small but sure. Evidence fades with every new observation, so that it follows
-the text, and slowly while a source rests, so that it is tried again now and then.
+Hopes are optimistic, so that an untried source is tried, and weigh little; acceptance that was measured elsewhere
+weighs more, or a few unlucky drafts would silence a source whose gain is small but sure. Evidence fades with every new
+observation, so that it follows the text, and slowly while a source rests, so that it is tried again now and then.
 """
 
 from __future__ import annotations
