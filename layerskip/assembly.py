@@ -24,7 +24,7 @@ from layerskip.request import Request
 from layerskip.rules import make_rule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
-from layerskip.static_pool import StaticPool, take_rounds
+from layerskip.static_pool import StaticPool, new_cache, take_rounds
 from layerskip.static_rounds import tier_of
 from layerskip.stats import DecodeStats
 from layerskip.stopping import make_stopping
@@ -97,16 +97,14 @@ def build_engine(
     )
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
-    rounds = take_rounds(
-        decoder, request, context, capacity, pool or StaticPool(), compiled or CompiledForward(decoder)
-    )
+    adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
+    pools = (pool or StaticPool(), compiled or CompiledForward(decoder))
+    rounds = take_rounds(decoder, request, context, capacity, *pools, adapter)
     if rounds.static is not None:
         state, context = rounds.static.state, rounds.static.context
         state.reset(request.prompts, limits)
     else:
-        adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
-        needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
-        state = DecodeState(request.prompts, limits, decoder.new_cache(len(lengths), capacity, *needs), device)
+        state = DecodeState(request.prompts, limits, new_cache(decoder, len(lengths), capacity, adapter), device)
     try:
         return Engine(
             decoder=decoder,

@@ -83,6 +83,10 @@ class Recordable(Protocol):
         """
         ...
 
+    def note_steps(self, state: DecodeState) -> None:
+        """Take note that a recording of `steps` has run."""
+        ...
+
 
 def draft_chain(
     next_logits: Callable[[int], Tensor],
