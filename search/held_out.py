@@ -14,7 +14,7 @@ import numpy as np
 from layerskip.search.acceptance import Acceptance
 from layerskip.search.candidate import Candidate
 from layerskip.search.judge import Judge
-from layerskip.search.replay import TextOutcome
+from layerskip.search.outcome import TextOutcome
 from layerskip.search.result import HeldOut, Interval
 
 __all__ = ["evaluate", "expected_rounds", "interval_over_texts", "stands_from"]

@@ -11,7 +11,8 @@ from layerskip.models.decoder import Decoder
 from layerskip.sampling import Sampler
 from layerskip.search.acceptance import Acceptance, best_speedup
 from layerskip.search.candidate import Candidate
-from layerskip.search.replay import Replay, TextOutcome, anchors_of
+from layerskip.search.outcome import TextOutcome, anchors_of
+from layerskip.search.replay import Replay
 from layerskip.search.texts import Text
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model
 
