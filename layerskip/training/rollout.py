@@ -7,8 +7,9 @@ up to the anchor, then one of each further offset: the pass of offset `j` at pos
 to ``p - j + 1``, and of each offset ``i > 1`` that at position ``p - j + i``. (Training-time test: EAGLE-3, Li et al.
 2025; HASS, Zhang et al. 2025.)
 
-Nothing here knows what the outputs are used for: training takes their loss, a search their tokens. Tokens are taken as the text has them, so offset `j` is what would be
-drafted if the drafts before it had been the text's own tokens.
+Nothing here knows what the outputs are used for: training takes their loss, a search asks which drafts stand. Tokens
+are taken as the text has them, so offset `j` is what would be drafted if the drafts before it had been the text's own
+tokens.
 """
 
 from __future__ import annotations
