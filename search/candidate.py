@@ -114,8 +114,9 @@ class Candidate:
         """In some words, for tables and progress bars."""
         parts = []
         if self.trained is not None:
-            parts.append(f"trained {'exit' if self.exit_layer else 'jump'} {self.trained}")
-        if self.exit_layer:
+            kind = f"exit {self.exit_layer}" if self.exit_layer else "jump"
+            parts.append(f"trained {kind} {self.trained}")
+        elif self.exit_layer is not None:
             parts.append(f"exit {self.exit_layer}")
         if self.skip_attention or self.skip_mlp:
             parts.append(f"without {len(self.skip_attention)} attentions and {len(self.skip_mlp)} MLPs")

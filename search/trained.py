@@ -43,13 +43,6 @@ class TrainedPath:
     vocabulary_size: int | None = None
     vocabulary: str | None = None
 
-    @property
-    def kind(self) -> str:
-        """In two words or three, for people."""
-        if not self.exit_layer:
-            return "jump"
-        return f"exit {self.exit_layer}" + (" with state" if self.reads_state else "")
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -84,7 +77,7 @@ class Trained:
 
 
 def load_trained(model: Model, plans: Sequence[DraftPlan | str | os.PathLike[str]]) -> dict[str, Trained]:
-    """Read trained paths for `model`, by name.
+    """Read trained paths for `model`, by name, in an order that is the same for all workers.
 
     Args:
         plans: as `layerskip train` wrote them, or where.
@@ -117,7 +110,7 @@ def load_trained(model: Model, plans: Sequence[DraftPlan | str | os.PathLike[str
                 "expected each once. Leave one of them out."
             )
         found[each.path.name] = each
-    return found
+    return dict(sorted(found.items()))
 
 
 def training_of(plan: DraftPlan) -> dict[str, Any] | None:

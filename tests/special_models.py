@@ -49,14 +49,14 @@ def adapter_of(model: PreTrainedModel, spec: AdapterSpec, scale: float = 0.05) -
 
 
 @torch.no_grad()
-def likely_adapter(model: PreTrainedModel, spec: AdapterSpec) -> Adapter:
-    """An adapter of an `agreeing_model` some of whose drafts stand: it hears the state but little, and a jump ends by
+def likely_adapter(model: PreTrainedModel, spec: AdapterSpec, hears: float = 0.1) -> Adapter:
+    """An adapter of an `agreeing_model` some of whose drafts stand: it `hears` the state so much, and a jump ends by
     the layer that adds most.
     """
     adapter = adapter_of(model, spec, scale=0.01)
     parts: Any = adapter.modules
     if spec.reads_state:
-        parts["fuse"].weight.mul_(0.1)
+        parts["fuse"].weight.mul_(hears)
     if not spec.exit_layer:
         parts["blocks"][0].load_state_dict(model.model.layers[0].state_dict())
     return adapter
