@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median
@@ -49,7 +49,7 @@ def measure_costs(
     Args:
         vocabularies: draft vocabularies whose heads are to be measured, ids ascending.
         draft_length: verification is measured over 1 to `draft_length` + 1 tokens.
-        trained: paths whose blocks are to be measured too, scoring the ids that they were trained to.
+        trained: paths whose blocks are to be measured too.
 
     Raises:
         SettingError: a number below 1, or a context that the model has no room for.
@@ -71,12 +71,9 @@ def measure_costs(
     vocab_size = model.decoder.vocab_size
     drafted = [replace(candidate, vocabulary_size=vocab_size) for candidate, _ in measured]
     drafted += [replace(candidate, vocabulary_size=len(ids)) for candidate, ids in heads]
-    for known in trained:
-        path, ids = known.path, known.plan.draft_vocabulary
-        candidate = Candidate((), (), path.exit_layer, path.vocabulary_size or vocab_size, path.name)
-        for length in sorted({min(2, draft_length), draft_length}):
-            drafted.append(candidate)
-            plans.append(candidate.plan(length, ids, adapter=known.plan.adapter))
+    for candidate, plan in _of_trained(trained, vocabularies, draft_length, vocab_size):
+        drafted.append(candidate)
+        plans.append(plan)
     plain, times = measure_rounds(model, plans, context, rounds, notify)
     probe = _engine(model, plans[0], 1, 1)
     probe.release()
@@ -238,6 +235,25 @@ def _others(blocks: int) -> list[Candidate]:
         Candidate.of(blocks, range(1, early), (), exit_layer=early),
     ]
     return list(dict.fromkeys(paths))
+
+
+def _of_trained(
+    trained: Iterable[Trained], vocabularies: Sequence[tuple[int, ...]], draft_length: int, vocab_size: int
+) -> Iterator[tuple[Candidate, DraftPlan]]:
+    """What is measured of trained paths: each by several numbers of drafts, and with every head.
+
+    Of so short a step the head is a large part, which is measured best there.
+    """
+    short = min(2, draft_length)
+    for known in trained:
+        path, own = known.path, known.plan.draft_vocabulary
+        ways = [(own, length) for length in sorted({short, draft_length})]
+        ways += [(ids, short) for ids in vocabularies if len(ids) != path.vocabulary_size]
+        ways += [] if own is None else [(None, short)]
+        for ids, length in ways:
+            size = vocab_size if ids is None else len(ids)
+            candidate = Candidate((), (), path.exit_layer, size, path.name)
+            yield candidate, candidate.plan(length, ids, adapter=known.plan.adapter)
 
 
 def _fit(
