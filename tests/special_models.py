@@ -2,10 +2,12 @@
 
 import copy
 import functools
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from layerskip.models.adapter import Adapter, AdapterSpec
 from tests.tiny_models import TINY_CONFIGS, VOCAB_SIZE, tiny_model
 
 
@@ -34,3 +36,27 @@ def llama_with(*, max_positions: int = 160, vocab_size: int = VOCAB_SIZE, seed: 
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     return model.requires_grad_(False)
+
+
+def adapter_of(model: PreTrainedModel, spec: AdapterSpec, scale: float = 0.05) -> Adapter:
+    """An adapter that was moved away from where training begins, so that no part of it is an identity."""
+    adapter = Adapter(model, spec)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter.modules.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return adapter
+
+
+@torch.no_grad()
+def likely_adapter(model: PreTrainedModel, spec: AdapterSpec, hears: float = 0.1) -> Adapter:
+    """An adapter of an `agreeing_model` some of whose drafts stand: it `hears` the state so much, and a jump ends by
+    the layer that adds most.
+    """
+    adapter = adapter_of(model, spec, scale=0.01)
+    parts: Any = adapter.modules
+    if spec.reads_state:
+        parts["fuse"].weight.mul_(hears)
+    if not spec.exit_layer:
+        parts["blocks"][0].load_state_dict(model.model.layers[0].state_dict())
+    return adapter

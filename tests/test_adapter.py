@@ -16,7 +16,7 @@ from layerskip.errors import CheckpointError, PlanError, PlanMismatchError, Unsu
 from layerskip.models.adapter import Adapter, AdapterSpec
 from layerskip.models.adapter_file import count_parameters, load_adapter, save_adapter
 from tests.contracts import DrawingDrafterContract
-from tests.special_models import agreeing_model
+from tests.special_models import adapter_of, agreeing_model
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
 
 SPECS = {
@@ -25,16 +25,6 @@ SPECS = {
     "exit and state": AdapterSpec(2),
     "exit alone": AdapterSpec(1, 1, reads_state=False),
 }
-
-
-def adapter_of(model, spec, scale=0.05):
-    """An adapter that was moved away from where training begins, so that no part of it is an identity."""
-    adapter = Adapter(model, spec)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter.modules.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return adapter
 
 
 class AdapterContract(DrawingDrafterContract):

@@ -66,7 +66,10 @@ def test_a_rollout_is_what_would_be_drafted(family, spec):
         entry = cache.states[spec.exit_layer] if spec.exit_layer else decoder.embed(tokens)
         outputs = rollout(decoder, adapter, entry, cache.states[NUM_LAYERS], OFFSETS)
         logits = [decoder.logits(each, norm=adapter.final_norm)[0] for each in outputs]
+        later = rollout(decoder, adapter, entry, cache.states[NUM_LAYERS], OFFSETS, first=5)
     for anchor in (0, 1, 5, 9):
         real = real_outputs(decoder, adapter, tokens, anchor)
         for offset in range(OFFSETS):
             torch.testing.assert_close(logits[offset][anchor + offset], real[offset], rtol=1e-9, atol=1e-9)
+    for offset in range(OFFSETS):  # what lies before the first anchor need not be read again at each offset
+        torch.testing.assert_close(later[offset][:, offset:], outputs[offset][:, 5 + offset :], rtol=1e-9, atol=1e-9)

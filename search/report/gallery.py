@@ -11,7 +11,7 @@ from layerskip.search.cost import CostModel
 from layerskip.search.report.drawing import Drawing, draw
 from layerskip.search.report.layers import draw_heat, draw_path
 from layerskip.search.report.plots import draw_front, draw_history, draw_offsets, draw_predictions
-from layerskip.search.report.telling import chosen, is_known, is_start, num_layers, percent, ranked, times
+from layerskip.search.report.telling import chosen, counted, is_known, is_start, num_layers, percent, ranked, times
 from layerskip.search.result import Interval, SearchResult
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def _picture(
 def _path(result: SearchResult) -> Picture:
     draft, layers = chosen(result), num_layers(result)
     skipped = f"{len(draft.skip_attention)} attentions and {len(draft.skip_mlp)} MLPs are left out"
-    end = "no exit" if draft.exit_layer is None else f"an exit after layer {draft.exit_layer - 1}"
+    end = "no exit" if draft.exit_layer is None else f"an exit after {counted(draft.exit_layer, 'layer')}"
+    if draft.trained is not None:
+        end += ", behind which trained blocks run"
     return _picture(
         "draft-layers",
         "The chosen draft, layer by layer",

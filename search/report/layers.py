@@ -47,9 +47,8 @@ def draw_path(candidate: Candidate, num_layers: int) -> Figure:
         )
     if end < num_layers:
         axes.axvline(end - 0.5, color=INK, linewidth=1.6)
-        handles.append(
-            Line2D([], [], color=INK, linewidth=1.6, label=f"the draft's exit, after {counted(end, 'layer')}")
-        )
+        what = "the draft's exit" if candidate.trained is None else "trained blocks take over"
+        handles.append(Line2D([], [], color=INK, linewidth=1.6, label=f"{what}, after {counted(end, 'layer')}"))
         handles.append(Patch(facecolor=GRID, label="behind the exit: not reached"))
     figure.legend(handles=handles, loc="outside upper left", ncols=4)
     return figure
