@@ -109,7 +109,7 @@ class SelfDrafter:
 
     def _step(self, state: DecodeState, span: Span) -> tuple[Tensor, Tensor]:
         """Run the token at `span`: the hidden states behind the exact blocks, and behind the path."""
-        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
+        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions), span)
         exact = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
         hidden = self.decoder.run(exact, self._inexact, state.cache, span, self.exact_blocks)
         return exact, hidden
@@ -136,7 +136,7 @@ class SelfDrafter:
         if exit_layer:
             entry = cache.states[exit_layer][span.rows, span.positions]
         else:
-            entry = self.decoder.embed(state.token_ids.gather(1, span.positions))
+            entry = self.decoder.embed(state.token_ids.gather(1, span.positions), span)
         before = None
         if adapter.spec.reads_state:
             states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
