@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -109,7 +110,7 @@ class Adapter:
         """Take up the modules, after others were put in their place or their dtype was changed."""
         parts: Any = self.modules
         self.blocks = [
-            Block(lambda name, own=own: attrgetter(name)(own), layer, self._family, self._geometry, self._numbers)
+            Block(partial(_inside, own), layer, self._family, self._geometry, self._numbers)
             for own, layer in zip(parts["blocks"], self._layers, strict=True)
         ]
         self._norm, self._device = norm(parts["norm"]), parts["norm"].weight.device
@@ -164,6 +165,10 @@ class Adapter:
         for block in self.blocks:
             hidden = block.run(hidden, cache, span)
         return hidden
+
+
+def _inside(module: nn.Module, name: str) -> Any:
+    return attrgetter(name)(module)
 
 
 def _modules(layers: Sequence[nn.Module], final_norm: Any, size: int, config: Any, spec: AdapterSpec) -> nn.ModuleDict:

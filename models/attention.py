@@ -71,8 +71,8 @@ def attend_by_scores(
     if sinks is not None:  # heads are folded before tokens
         of_rows = sinks.to(scores.dtype).repeat_interleave(tokens).view(1, keys.shape[1], -1, 1)
         scores = torch.cat((scores, of_rows.expand(len(scores), -1, -1, -1)), dim=-1)
-    shares = scores.softmax(-1).to(values.dtype)
-    return _unfolded(shares[..., : keys.shape[2]] @ values, tokens)
+    shares = scores.softmax(-1).to(values.dtype)[..., : keys.shape[2]]
+    return _unfolded(torch.matmul(shares, values), tokens)
 
 
 def _folded(queries: Tensor, kv_heads: int) -> Tensor:
@@ -80,7 +80,7 @@ def _folded(queries: Tensor, kv_heads: int) -> Tensor:
     batch, tokens, _, head_dim = queries.shape
     if tokens == 1:  # as it stands
         return queries.reshape(batch, kv_heads, -1, head_dim)
-    grouped = queries.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    grouped: Tensor = queries.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
     return grouped.reshape(batch, kv_heads, -1, head_dim)
 
 

@@ -52,9 +52,7 @@ class Block:
         self._are_normed_whole = family.norms_whole
         self._rotate = rotate_
         if family.rotary_pairs or family.rotary_inputs_float32 or family.rotary_tables_float32:
-            self._rotate = partial(
-                rotate_widely_, pairs=family.rotary_pairs, from_float32=family.rotary_inputs_float32
-            )
+            self._rotate = partial(rotate_widely_, pairs=family.rotary_pairs, from_float32=family.rotary_inputs_float32)
         self._attention: Callable[..., Tensor] = attend
         if numbers.attention_cap is not None or family.sinks:
             sinks = get(family.sinks) if family.sinks else None
@@ -64,7 +62,7 @@ class Block:
 
         self._mlp_norm = self._norm(get, family.mlp_norm)
         self._mlp_out_norm = self._norm(get, family.mlp_out_norm)
-        self._experts = get(family.mlp) if family.experts and _has(get, family.experts) else None
+        self._experts: Any = get(family.mlp) if family.experts and _has(get, family.experts) else None
         self.linears: tuple[Linears, ...] = (self._qkv, self._output)
         if self._experts is None:
             self._gate_up, self._down = Linears(*map(get, family.gate_up)), Linears(get(family.down))
@@ -100,7 +98,8 @@ class Block:
         """Add to `hidden` what the MLP sub-block makes of `entered`."""
         normed = entered if self._mlp_norm is None else self._mlp_norm(entered)
         if self._experts is not None:
-            return self._added(self._chosen, normed, hidden, self._mlp_out_norm)
+            output = self._experts(normed)  # some families' say more than that
+            return self._joined(output[0] if isinstance(output, tuple) else output, hidden, self._mlp_out_norm)
         if self._is_gated:
             inner = self._gate_up.gated(normed, self._activation)
         else:
@@ -122,18 +121,15 @@ class Block:
             normed = query_norm(queries), key_norm(keys)
         return torch.cat((*normed, values), dim=2)
 
-    def _added(self, make: Any, inputs: Tensor, residual: Tensor, out_norm: Any) -> Tensor:
-        if out_norm is None and self._residual_scale is None and isinstance(make, Linears):
-            return make.add(inputs, residual)
-        added: Tensor = make(inputs)
+    def _added(self, linears: Linears, inputs: Tensor, residual: Tensor, out_norm: Any) -> Tensor:
+        if out_norm is None and self._residual_scale is None:
+            return linears.add(inputs, residual)
+        return self._joined(linears(inputs), residual, out_norm)
+
+    def _joined(self, added: Tensor, residual: Tensor, out_norm: Any) -> Tensor:
         if out_norm is not None:
             added = out_norm(added)
         return residual + (added if self._residual_scale is None else added * self._residual_scale)
-
-    def _chosen(self, inputs: Tensor) -> Tensor:
-        """By the experts' own module, which some families let say more than its output."""
-        output = self._experts(inputs)
-        return output[0] if isinstance(output, tuple) else output
 
 
 def _by_kind(geometry: Geometry, device: torch.device) -> Tensor:

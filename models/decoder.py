@@ -21,8 +21,8 @@ from layerskip.errors import SettingError, UnsupportedModelError
 from layerskip.models.block import Block
 from layerskip.models.borrowed import BorrowedModules
 from layerskip.models.cache import KVCache
-from layerskip.models.family import Family
 from layerskip.models.families import family_of, geometry_of, layers_of
+from layerskip.models.family import Family
 from layerskip.models.linears import Linears, versions
 from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import Preparation, prepare_linears

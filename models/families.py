@@ -1,7 +1,8 @@
 """The table of model families: where each architecture keeps its modules and how its block differs from Llama's.
 
-What a row can say is in `family.py`; it says what differs from Llama. This is the one border where the names of transformers' modules and of a config's sizes, windows and factors are known;
-the rest of the project asks here. It knows nothing of how a block is run (`block.py`) or loaded (`loading.py`).
+What a row can say is in `family.py`; it says what differs from Llama. This is the one border where the names of
+transformers' modules and of a config's sizes, windows and factors are known; the rest of the project asks here. It
+knows nothing of how a block is run (`block.py`) or loaded (`loading.py`).
 
 To add a family: one row here, one row in `tests/tiny_models.py`; the parity and losslessness tests then run on it.
 """
@@ -30,8 +31,8 @@ __all__ = [
 ]
 
 _OPT = "model.decoder."
-_NORMED_HEADS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-_LAYER_NORMS_IN_AND_OUT = {
+_NORMED_HEADS: dict[str, Any] = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+_NORMS_IN_AND_OUT: dict[str, Any] = {
     "attention_out_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
@@ -48,11 +49,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(**_NORMED_HEADS),
     "Gemma2ForCausalLM": Family(
-        **_LAYER_NORMS_IN_AND_OUT,
+        **_NORMS_IN_AND_OUT,
         numbers=lambda config: replace(_gemma_numbers(config), attention_cap=config.attn_logit_softcapping),
     ),
     "Gemma3ForCausalLM": Family(
-        **_LAYER_NORMS_IN_AND_OUT,
+        **_NORMS_IN_AND_OUT,
         **_NORMED_HEADS,
         rotary_kinds=lambda config: config.layer_types,
         numbers=_gemma_numbers,
@@ -258,8 +259,9 @@ def geometry_of(config: Any) -> Geometry:
 def _kv_heads(config: Any) -> int:
     if getattr(config, "multi_query", False) and not config.new_decoder_architecture:  # Falcon's
         return 1
-    given = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
-    return given or config.num_attention_heads
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+    given: list[int | None] = [getattr(config, name, None) for name in names]
+    return next(each for each in given if each)
 
 
 def layers_of(config: Any, family: Family) -> list[Layer]:

@@ -204,12 +204,13 @@ def read_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
             "Use the checkpoint it was made from."
         )
     with quiet(), explained(f"use the config of {source.name!r}", "Compare it with that of the original checkpoint."):
+        config: PreTrainedConfig
         if source.gguf:
             config = AutoConfig.for_model(**raw)
         else:
             config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     family_of(architecture, config)
-    return cast(PreTrainedConfig, config)
+    return config
 
 
 def _read_gguf_config(file: Path) -> dict[str, Any]:

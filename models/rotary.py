@@ -65,8 +65,9 @@ class Rotary:
         Raises:
             UnsupportedModelError: the module scales in a way that is not exact under rollback.
         """
-        scaling = getattr(module, "rope_type", "default")
-        scaling, prefix = (scaling[kind], f"{kind}_") if kind else (scaling, "")
+        scaling, prefix = getattr(module, "rope_type", "default"), ""
+        if kind:
+            scaling, prefix = module.rope_type[kind], f"{kind}_"
         if scaling not in _SUPPORTED:
             raise UnsupportedModelError(
                 f"got rotary scaling {scaling!r}; supported are {', '.join(_SUPPORTED)}. "

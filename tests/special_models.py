@@ -39,7 +39,8 @@ def agreeing_model(family: str, scale: float = 0.2) -> PreTrainedModel:
                     parameter.mul_(scale)
                 if out_norm is not None:  # which would undo that
                     weight = layers[index].get_submodule(out_norm).weight
-                    weight.copy_(weight * scale if family == "olmo2" else (1 + weight) * scale - 1)  # Gemma's is off by 1
+                    off = 1 if "gemma" in family else 0  # Gemma's factor is one more than its weight
+                    weight.copy_((weight + off) * scale - off)
     return model
 
 

@@ -130,8 +130,12 @@ def test_single_precision_equals_transformers(name):
 
 @every_family
 def test_half_precision_is_as_exact_as_transformers(name):
-    """Against the same weights in float64: on average no further off than transformers itself, plus a tenth."""
-    token_ids = prompt(LENGTH)
+    """Against the same weights in float64: on average no further off than transformers itself, plus a tenth.
+
+    Where experts are chosen, one choice at a near-tie that falls otherwise moves all of a token: plus a half.
+    """
+    token_ids = prompt(LENGTH, batch=8)  # so that chance is small beside a tenth
+    allowed = 1.5 if FAMILIES[type(model_of(name)).__name__].experts else 1.1
     model = model_of(name, torch.bfloat16)
     exact = reference(copy.deepcopy(model).double(), token_ids)
     error = (reference(model, token_ids).double() - exact).abs().mean()
@@ -139,7 +143,7 @@ def test_half_precision_is_as_exact_as_transformers(name):
     for passes in PASSES.values():
         logits = run_in_passes(decoder_of(name, torch.bfloat16), token_ids, passes)
         assert logits.dtype == torch.bfloat16
-        assert (logits.double() - exact).abs().mean() < 1.1 * error
+        assert (logits.double() - exact).abs().mean() < allowed * error
 
 
 @every_family

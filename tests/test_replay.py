@@ -13,7 +13,7 @@ from layerskip.search.acceptance import Acceptance, best_speedup
 from layerskip.search.candidate import Candidate
 from layerskip.search.replay import Replay, TextOutcome, anchors_of
 from layerskip.search.texts import Text
-from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model
+from tests.tiny_models import NUM_LAYERS, REPRESENTATIVES, VOCAB_SIZE, prompt, tiny_model
 
 CANDIDATES = (
     Candidate.of(NUM_LAYERS, [2]),
@@ -62,7 +62,7 @@ def plan_of(candidate: Candidate, length: int, **more: object) -> layerskip.Draf
     )
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_every_anchor_accepts_what_real_drafting_accepts(family: str) -> None:
     model, length = layerskip.wrap(tiny_model(family)), 3
     texts = written(model, [9, 4, 13], [12, 9, 7])

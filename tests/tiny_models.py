@@ -16,8 +16,8 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
-    GptOssConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -55,6 +55,8 @@ _SHAPE = {
 
 # Families without grouped queries, which read neither of these.
 _UNGROUPED = {key: value for key, value in _SHAPE.items() if key not in ("num_key_value_heads", "intermediate_size")}
+# A tied head on embeddings that are scaled up says the same token for ever.
+_UNTIED = {**_SHAPE, "tie_word_embeddings": False}
 
 
 def _rope(rope_type: str, **settings: float) -> dict[str, object]:
@@ -78,11 +80,11 @@ TINY_CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-window": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=2),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=16),
     "gemma2": Gemma2Config(
-        **_SHAPE, head_dim=16, query_pre_attn_scalar=20, sliding_window=6, attn_logit_softcapping=2.0,
+        **_UNTIED, head_dim=16, query_pre_attn_scalar=20, sliding_window=6, attn_logit_softcapping=2.0,
         final_logit_softcapping=8.0,
     ),
     "gemma3": Gemma3TextConfig(
-        **_SHAPE, head_dim=16, query_pre_attn_scalar=20, sliding_window=6,
+        **_UNTIED, head_dim=16, query_pre_attn_scalar=20, sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2,
         rope_parameters={
             "full_attention": _rope("linear", factor=4.0),
@@ -94,7 +96,7 @@ TINY_CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "olmo2": Olmo2Config(**_SHAPE),
     "granite": GraniteConfig(
-        **_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=2.5
+        **_SHAPE, embedding_multiplier=0.4, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=2.5
     ),
     "smollm3": SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1, 0]),
     "mixtral": MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
@@ -115,13 +117,20 @@ TINY_CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt-neox-sequential": GPTNeoXConfig(**_UNGROUPED, intermediate_size=48, use_parallel_residual=False),
     "gpt2": GPT2Config(**_UNGROUPED, n_inner=48),
     "opt": OPTConfig(**_UNGROUPED, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3),
-    "falcon": FalconConfig(**_UNGROUPED, ffn_hidden_size=48),
+    "falcon": FalconConfig(**_UNGROUPED, ffn_hidden_size=48, tie_word_embeddings=False),
     "falcon-new": FalconConfig(**_UNGROUPED, ffn_hidden_size=48, new_decoder_architecture=True, num_kv_heads=2),
     "falcon-sequential": FalconConfig(
         **_UNGROUPED, ffn_hidden_size=48, multi_query=False, parallel_attn=False, bias=True
     ),
 }  # fmt: skip
 FAMILY_NAMES = tuple(TINY_CONFIGS)
+
+# One of each kind of block, positions and cache: for slow tests of what is built upon a forward pass that the others
+# have shown to be right for every family.
+REPRESENTATIVES = (
+    "llama", "mistral-window", "qwen2-window", "qwen3", "gemma2", "gemma3", "smollm3", "mixtral", "gpt-oss", "gpt2",
+    "falcon-new",
+)  # fmt: skip
 
 
 def _attention_in_its_dtype(module, query, key, value, attention_mask, scaling, softcap=None, **_):
