@@ -34,9 +34,13 @@ def attend(
             queries.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
         )
         return mixed.transpose(1, 2).reshape(batch, tokens, heads * head_dim)
-    mixed = F.scaled_dot_product_attention(
-        _folded(queries, kv_heads), keys, values, attn_mask=span.mask(window), scale=scale
-    )
+    if tokens == 1:  # folded as it stands
+        mixed = F.scaled_dot_product_attention(
+            queries.reshape(batch, kv_heads, -1, head_dim), keys, values, attn_mask=span.mask(window), scale=scale
+        )
+        return mixed.reshape(batch, 1, heads * head_dim)
+    folded = _folded(queries, kv_heads)
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=span.mask(window), scale=scale)
     return _unfolded(mixed, tokens)
 
 
@@ -77,15 +81,10 @@ def attend_by_scores(
 
 def _folded(queries: Tensor, kv_heads: int) -> Tensor:
     """(batch, kv_heads, group * tokens, head_dim), the tokens of a head behind each other."""
-    batch, tokens, _, head_dim = queries.shape
-    if tokens == 1:  # as it stands
-        return queries.reshape(batch, kv_heads, -1, head_dim)
     grouped: Tensor = queries.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    return grouped.reshape(batch, kv_heads, -1, head_dim)
+    return grouped.reshape(len(queries), kv_heads, -1, queries.shape[3])
 
 
 def _unfolded(mixed: Tensor, tokens: int) -> Tensor:
-    batch, _, _, head_dim = mixed.shape
-    if tokens == 1:
-        return mixed.reshape(batch, 1, -1)
-    return mixed.reshape(batch, -1, tokens, head_dim).transpose(1, 2).reshape(batch, tokens, -1)
+    of_heads = mixed.reshape(len(mixed), -1, tokens, mixed.shape[3])
+    return of_heads.transpose(1, 2).reshape(len(mixed), tokens, -1)

@@ -58,15 +58,18 @@ class Block:
             sinks = get(family.sinks) if family.sinks else None
             self._attention = partial(attend_by_scores, cap=numbers.attention_cap, sinks=sinks)
         self._attention_scale = numbers.attention_scale
-        self._attention_out_norm = self._norm(get, family.attention_out_norm)
+        self._add_attention = self._adding(self._output, self._norm(get, family.attention_out_norm))
 
         self._mlp_norm = self._norm(get, family.mlp_norm)
-        self._mlp_out_norm = self._norm(get, family.mlp_out_norm)
-        self._experts: Any = get(family.mlp) if family.experts and _has(get, family.experts) else None
+        self._experts = get(family.mlp) if family.experts and _has(get, family.experts) else None
         self.linears: tuple[Linears, ...] = (self._qkv, self._output)
-        if self._experts is None:
+        self._add_mlp: Callable[[Tensor, Tensor], Tensor]
+        if self._experts is not None:
+            self._add_mlp = self._adding(self._run_experts, self._norm(get, family.mlp_out_norm))
+        else:
             self._gate_up, self._down = Linears(*map(get, family.gate_up)), Linears(get(family.down))
             self._is_gated, self._activation = family.gated, get(family.activation)
+            self._add_mlp = self._adding(self._down, self._norm(get, family.mlp_out_norm))
             self.linears += (self._gate_up, self._down)
 
     def run(self, hidden: Tensor, cache: KVCache, span: Span, attention: bool = True, mlp: bool = True) -> Tensor:
@@ -92,19 +95,18 @@ class Block:
         keys, values = cache.write(self.index, states.narrow(2, self.heads, 2 * self.kv_heads), span)
         queries = states.narrow(2, 0, self.heads)
         mixed = self._attention(queries, keys, values, span, self.window, self._attention_scale)
-        return self._added(self._output, mixed, hidden, self._attention_out_norm)
+        return self._add_attention(mixed, hidden)
 
     def transform(self, hidden: Tensor, entered: Tensor) -> Tensor:
         """Add to `hidden` what the MLP sub-block makes of `entered`."""
         normed = entered if self._mlp_norm is None else self._mlp_norm(entered)
         if self._experts is not None:
-            output = self._experts(normed)  # some families' say more than that
-            return self._joined(output[0] if isinstance(output, tuple) else output, hidden, self._mlp_out_norm)
-        if self._is_gated:
+            inner = normed
+        elif self._is_gated:
             inner = self._gate_up.gated(normed, self._activation)
         else:
             inner = self._activation(self._gate_up(normed))
-        return self._added(self._down, inner, hidden, self._mlp_out_norm)
+        return self._add_mlp(inner, hidden)
 
     def _norm(self, get: Callable[[str], Any], name: str | None) -> Any:
         """Of that name, None without one."""
@@ -114,6 +116,7 @@ class Block:
         return self.norms[-1]
 
     def _with_normed_heads(self, states: Tensor, query_norm: Any, key_norm: Any) -> Tensor:
+        queries: Tensor
         queries, keys, values = states.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         if self._are_normed_whole:
             normed = query_norm(queries.flatten(2)).view_as(queries), key_norm(keys.flatten(2)).view_as(keys)
@@ -121,15 +124,24 @@ class Block:
             normed = query_norm(queries), key_norm(keys)
         return torch.cat((*normed, values), dim=2)
 
-    def _added(self, linears: Linears, inputs: Tensor, residual: Tensor, out_norm: Any) -> Tensor:
-        if out_norm is None and self._residual_scale is None:
-            return linears.add(inputs, residual)
-        return self._joined(linears(inputs), residual, out_norm)
+    def _adding(self, make: Any, out_norm: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        """What adds to a residual stream, its second argument, what `make` makes of the first."""
+        if isinstance(make, Linears) and out_norm is None and self._residual_scale is None:
+            return make.add
 
-    def _joined(self, added: Tensor, residual: Tensor, out_norm: Any) -> Tensor:
-        if out_norm is not None:
-            added = out_norm(added)
-        return residual + (added if self._residual_scale is None else added * self._residual_scale)
+        def add(inputs: Tensor, residual: Tensor) -> Tensor:
+            added: Tensor = make(inputs)
+            if out_norm is not None:
+                added = out_norm(added)
+            return residual + (added if self._residual_scale is None else added * self._residual_scale)
+
+        return add
+
+    def _run_experts(self, inputs: Tensor) -> Any:
+        """The experts' own module, which says more than its output in some families."""
+        assert self._experts is not None
+        output: Any = self._experts(inputs)
+        return output[0] if isinstance(output, tuple) else output
 
 
 def _by_kind(geometry: Geometry, device: torch.device) -> Tensor:

@@ -28,9 +28,10 @@ def rotate_(states: Tensor, cos: Tensor, sin: Tensor) -> None:
         cos, sin: (batch or 1, tokens, 1, rotated), as `Rotary.tables` has them; of each head only the first `rotated`
             values are.
     """
-    if cos.shape[-1] != states.shape[-1]:
-        states = states.narrow(-1, 0, cos.shape[-1])
-    swapped = states.roll(states.shape[-1] // 2, dims=-1)
+    rotated = cos.size(-1)
+    if rotated != states.size(-1):
+        states = states.narrow(-1, 0, rotated)
+    swapped = states.roll(rotated // 2, dims=-1)
     states.mul_(cos).addcmul_(swapped, sin)
 
 
