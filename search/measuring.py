@@ -85,7 +85,7 @@ def measure_costs(
     costs = CostModel(
         plain_s=plain.verify_s,
         attention_s=_shared(attention_s, model.inspection.attention_parameters),
-        mlp_s=_shared(mlp_s, model.inspection.mlp_parameters),
+        mlp_s=_shared(mlp_s, model.inspection.mlp_step_parameters),
         head_sizes=tuple(sorted(head_s)),
         head_s=tuple(head_s[size] for size in sorted(head_s)),
         verify_s=tuple(median(by_width[width]) for width in sorted(by_width)),

@@ -193,6 +193,7 @@ class Replay:
         """Run the sub-blocks of one block on `hidden` (batch, positions, hidden_size) at one part's positions.
 
         For methods that build a path block by block. Each block's own entries from the last such call are replaced.
+        Where both sub-blocks of a block read its input (`Family.parallel`), one behind the other comes near it only.
 
         Args:
             draft_length: another than the replay's own; 1: every position sees the full model's entries and itself.
@@ -301,7 +302,7 @@ class Replay:
         rows = torch.arange(batch, device=decoder.device)[:, None]
         at_queries = where.clamp(max=slots - 1)
         with torch.inference_mode():
-            hidden, states, whole = decoder.embed(token_ids), {}, {}
+            hidden, states, whole = decoder.embed(token_ids, span), {}, {}
             for step in (*decoder.full_path, None):
                 block = decoder.num_blocks if step is None else step.block
                 if block in kept:

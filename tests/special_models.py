@@ -8,7 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.families import family_of
 from tests.tiny_models import TINY_CONFIGS, VOCAB_SIZE, tiny_model
+
+
+def last_parameters(model: PreTrainedModel, layer: int, kind: str) -> list[torch.nn.Parameter]:
+    """What the "attention" or the "mlp" of a layer multiplies by last, and adds: where all are 0, it adds nothing."""
+    family = family_of(type(model).__name__, model.config)
+    own = model.get_submodule(family.layers)[layer]
+    if kind == "attention":
+        return list(own.get_submodule(family.output).parameters())
+    if family.experts and "experts" in dict(own.get_submodule(family.mlp).named_children()):
+        experts = own.get_submodule(family.experts)
+        return [each for name, each in experts.named_parameters() if name.startswith("down_proj")]
+    return list(own.get_submodule(family.down).parameters())
 
 
 @functools.cache
@@ -19,11 +32,17 @@ def agreeing_model(family: str, scale: float = 0.2) -> PreTrainedModel:
     matter: leaving them out changes some tokens.
     """
     model = copy.deepcopy(tiny_model(family))
+    row = family_of(type(model).__name__, model.config)
+    layers = model.get_submodule(row.layers)
     with torch.no_grad():
-        for layer in model.model.layers[1:]:
-            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                for parameter in output.parameters():
+        for index in range(1, len(layers)):
+            for kind, out_norm in (("attention", row.attention_out_norm), ("mlp", row.mlp_out_norm)):
+                for parameter in last_parameters(model, index, kind):
                     parameter.mul_(scale)
+                if out_norm is not None:  # which would undo that
+                    weight = layers[index].get_submodule(out_norm).weight
+                    off = 1 if "gemma" in family else 0  # Gemma's factor is one more than its weight
+                    weight.copy_((weight + off) * scale - off)
     return model
 
 

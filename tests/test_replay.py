@@ -19,7 +19,7 @@ from layerskip.search.outcome import TextOutcome, anchors_of
 from layerskip.search.replay import Replay
 from layerskip.search.texts import Text
 from tests.special_models import agreeing_model, likely_adapter
-from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model
+from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, REPRESENTATIVES, VOCAB_SIZE, prompt, tiny_model
 
 CANDIDATES = (
     Candidate.of(NUM_LAYERS, [2]),
@@ -83,7 +83,7 @@ def trained(model: layerskip.Model, name: str, folder: Path, **more: object) -> 
 
 
 @pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_trained_blocks_are_replayed_as_they_draft(family: str, name: str, tmp_path: Path) -> None:
     """From the same anchors as all other candidates, in rows of other lengths and prompts, by all ids or by some."""
     model, length, found = layerskip.wrap(agreeing_model(family)), 3, set()
@@ -114,7 +114,7 @@ def test_trained_blocks_need_the_states_that_they_read(tmp_path: Path) -> None:
         Replay(model.decoder, written(model, [5], [5])).outcomes((), 0, adapter=adapter)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_every_anchor_accepts_what_real_drafting_accepts(family: str) -> None:
     model, length = layerskip.wrap(tiny_model(family)), 3
     texts = written(model, [9, 4, 13], [12, 9, 7])

@@ -106,7 +106,7 @@ class SelfDrafter:
             if self._adapter is None:
                 return forward(token_ids, newest, visible, state.cache, path, self._head)
             span = self.decoder.span(newest, 1, visible)
-            hidden = self.decoder.run(self.decoder.embed(token_ids), path, state.cache, span)
+            hidden = self.decoder.run(self.decoder.embed(token_ids, span), path, state.cache, span)
             if offset == 0:  # read again up to the newest token, as many as there can be that were not read before
                 starts = (newest + 1 - _MOST_LAG).clamp(min=0)
                 hidden = self._read(state, self._adapter, self.decoder.span(starts, _MOST_LAG, visible), newest)
@@ -123,7 +123,7 @@ class SelfDrafter:
 
     def _step(self, state: DecodeState, span: Span) -> tuple[Tensor, Tensor]:
         """Run the token at `span`: the hidden states behind the exact blocks, and behind the path."""
-        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
+        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions), span)
         exact = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
         hidden = self.decoder.run(exact, self._inexact, state.cache, span, self.exact_blocks)
         return exact, hidden
@@ -154,7 +154,7 @@ class SelfDrafter:
         if exit_layer:
             entry = cache.states[exit_layer][span.rows, span.positions]
         else:
-            entry = self.decoder.embed(state.token_ids.gather(1, span.positions))
+            entry = self.decoder.embed(state.token_ids.gather(1, span.positions), span)
         before = None
         if adapter.spec.reads_state:
             states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]

@@ -280,13 +280,13 @@ class _Run:
     def _scores(self, output: Tensor) -> Tensor:
         """Of `output` (positions, hidden_size) for the ids of the draft vocabulary: (positions, ids)."""
         with self._autocast:
-            return F.linear(self.adapter.final_norm(output), self._head, self._bias)
+            return self.decoder.numbers.finish(F.linear(self.adapter.final_norm(output), self._head, self._bias))
 
     @torch.no_grad()
     def _labels(self, state: Tensor) -> Tensor:
         """The model's own distribution over the draft vocabulary, (positions, ids)."""
         normed = self.decoder.final_norm(state).to(self._head.dtype)
-        return F.linear(normed, self._head, self._bias).float().softmax(-1)
+        return self.decoder.numbers.finish(F.linear(normed, self._head, self._bias)).float().softmax(-1)
 
 
 def _beginning(model: Model, settings: ExitSettings, plan: DraftPlan | None) -> tuple[ExitSettings, Adapter | None]:
@@ -320,8 +320,9 @@ def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
     groups = [group for block in decoder.blocks[-settings.num_blocks :] for group in block.linears]
     if not all(each.is_plain for each in (decoder.full_head.linears, *groups)):
         raise UnsupportedModelError(
-            "got a model whose head, or one of whose last blocks, has linears that are quantised, wrapped or hooked; "
-            "expected plain ones, which trained blocks can begin with. Merge adapters, or load the original weights."
+            "got a model whose head, or one of whose last blocks, has linears that are quantised, wrapped, hooked, or "
+            "of a kind of their own (GPT-2's); expected plain ones, which trained blocks can begin with. Merge "
+            "adapters, or load the original weights."
         )
 
 

@@ -68,17 +68,18 @@ class Teacher:
         token_ids = self._tokens[list(rows)].to(decoder.device)
         if self._keeps and self._kept is None:
             self._kept = torch.empty(self._shape, dtype=decoder.dtype) if self._folder is None else self._opened()
+        span = decoder.span([0] * len(rows), token_ids.shape[1])
         if self._kept is not None and self._done.issuperset(rows):
             found = self._kept[list(rows)].to(decoder.device)
         else:
             batch, tokens = token_ids.shape
             cache = decoder.new_cache(batch, tokens, kept_states=self._behind)
-            decoder.run(decoder.embed(token_ids), decoder.full_path, cache, decoder.span([0] * batch, tokens))
+            decoder.run(decoder.embed(token_ids, span), decoder.full_path, cache, span)
             found = torch.stack([cache.states[each] for each in self._behind], dim=1)
             if self._kept is not None:
                 self._kept[list(rows)] = found.cpu()
                 self._done.update(rows)
-        entry = found[:, 0] if self._exit_layer else decoder.embed(token_ids)
+        entry = found[:, 0] if self._exit_layer else decoder.embed(token_ids, span)
         return entry, found[:, -1]
 
     def flush(self) -> None:
