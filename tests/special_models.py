@@ -77,5 +77,6 @@ def likely_adapter(model: PreTrainedModel, spec: AdapterSpec, hears: float = 0.1
     if spec.reads_state:
         parts["fuse"].weight.mul_(hears)
     if not spec.exit_layer:
-        parts["blocks"][0].load_state_dict(model.model.layers[0].state_dict())
+        layers: Any = model.get_submodule(family_of(type(model).__name__).layers)
+        parts["blocks"][0].load_state_dict(layers[0].state_dict())
     return adapter

@@ -19,7 +19,7 @@ from layerskip.search.outcome import TextOutcome, anchors_of
 from layerskip.search.replay import Replay
 from layerskip.search.texts import Text
 from tests.special_models import agreeing_model, likely_adapter
-from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, REPRESENTATIVES, VOCAB_SIZE, prompt, tiny_model
+from tests.tiny_models import NUM_LAYERS, REPRESENTATIVES, VOCAB_SIZE, prompt, tiny_model
 
 CANDIDATES = (
     Candidate.of(NUM_LAYERS, [2]),
