@@ -17,6 +17,7 @@ from layerskip.compiled import CompiledForward
 from layerskip.drafters import DraftContext, Drafter
 from layerskip.engine import Engine
 from layerskip.governor import Always, FixedCosts, Governor, MeasuredCosts, Source, WorthIt
+from layerskip.memory import Memory, new_cache
 from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder
 from layerskip.processing import make_processors
@@ -67,6 +68,7 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
     pool: StaticPool | None = None,
     compiled: CompiledForward | None = None,
+    memory: Memory | None = None,
 ) -> Engine:
     """Put together what `request` asks for.
 
@@ -75,6 +77,8 @@ def build_engine(
         tokenizer: for stop strings.
         pool: of static rounds, kept from call to call.
         compiled: the decoder's compiled passes, likewise.
+        memory: what was read of the text of the request's one row before; the engine's own takes its place. None:
+            nothing is known, nor to be kept.
 
     Raises:
         SettingError: an acceptance rule that does not exist, or stop strings without tokenizer.
@@ -96,16 +100,20 @@ def build_engine(
     )
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
-    rounds = take_rounds(
-        decoder, request, context, capacity, pool or StaticPool(), compiled or CompiledForward(decoder)
-    )
+    pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
+    rounds = take_rounds(decoder, request, context, capacity, pool, compiled, keeps_cache=memory is not None)
+    known = Memory()
     if rounds.static is not None:
         state, context = rounds.static.state, rounds.static.context
         state.reset(request.prompts, limits)
     else:
         adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
-        needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
-        state = DecodeState(request.prompts, limits, decoder.new_cache(len(lengths), capacity, *needs), device)
+        if memory is None:
+            known = Memory(cache=new_cache(decoder, len(lengths), capacity, adapter))
+        else:
+            known = memory.resume(decoder, request.prompts[0], capacity, adapter)
+        assert known.cache is not None
+        state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
     try:
         return Engine(
             decoder=decoder,
@@ -115,6 +123,7 @@ def build_engine(
             governor=_governor(request, planned, most),
             pass_width=request.pass_width,
             static=rounds.static,
+            memory=known,
             release=rounds.release,
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
             stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),

@@ -12,7 +12,7 @@ where a model came from; it changes nothing but its own `DecodeState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,8 +24,10 @@ from layerskip.draft import Draft, empty_draft, merged
 from layerskip.drafters.base import DraftContext, Drafter, Recordable
 from layerskip.errors import DecodingError
 from layerskip.governor import Decision, Governor
+from layerskip.memory import Memory
 from layerskip.models.decoder import Decoder
 from layerskip.models.span import Span
+from layerskip.reading import read
 from layerskip.state import DecodeState
 from layerskip.static_rounds import StaticRounds
 from layerskip.stats import DecodeStats
@@ -72,6 +74,7 @@ class Engine:
         governor: decides who drafts how much.
         pass_width: if given, every verification pass covers exactly this many tokens and reads the whole cache
             (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
+        memory: what was known of the text when decoding began; nothing, in most calls.
         static: runs rounds as recorded programs; None: pass by pass.
         release: called when decoding has ended, however it did.
         mode: without gradients. Where somebody else's code takes part it is `torch.no_grad`: tensors of inference mode,
@@ -86,11 +89,12 @@ class Engine:
     governor: Governor
     pass_width: int | None = None
     static: StaticRounds | None = None
+    memory: Memory = Memory()
     release: Callable[[], None] = lambda: None
     mode: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
     stats: DecodeStats = field(default_factory=DecodeStats)
 
-    def __iter__(self) -> Iterator[Commit]:
+    def __iter__(self) -> Generator[Commit, None, None]:
         """Decode to the end, handing out every token as it is committed."""
         try:
             yield from self.read_prompts()
@@ -106,24 +110,41 @@ class Engine:
         accepted about one time in a hundred.
         """
         with self.mode():
-            return self._read_prompts()
+            watch = Stopwatch(self.decoder.device)
+            logits = self._read()
+            return self._first(logits, watch)
+
+    def read_only(self) -> None:
+        """Run the prompts, and nothing else: for a later call that goes on from what was read."""
+        with self.mode():
+            self._read()
+            self.state.cache.commit(self.state.lengths)
+            for drafter in self.drafters.values():
+                drafter.observe(self.state)
 
     def decode_round(self) -> list[Commit]:
         """One round for all rows that are still decoding."""
         with self.mode():
             return self._decode_round()
 
-    def _read_prompts(self) -> list[Commit]:
-        state, watch = self.state, Stopwatch(self.decoder.device)
+    def _read(self) -> Tensor:
+        """Read of the prompts what is not in the cache; the logits behind their last tokens, (batch, 1, vocab)."""
+        state, decoder = self.state, self.decoder
         for drafter in self.drafters.values():
             drafter.begin(state)
-        lengths = list(state.lengths)
-        span = self.decoder.span([0] * state.batch, max(lengths))
-        hidden = self.decoder.run(self._embed(span), self.decoder.full_path, state.cache, span)
-        last = torch.tensor(lengths, device=hidden.device) - 1
-        logits = self.decoder.logits(hidden[state.rows.to(hidden.device), last].unsqueeze(1))
+
+        def run(starts: Sequence[int], tokens: int) -> Tensor:
+            span = decoder.span(starts, tokens)
+            return decoder.run(self._embed(span), decoder.full_path, state.cache, span)
+
+        self.stats.prompt_tokens += sum(state.lengths)
+        self.stats.reused_tokens += sum(state.cache.lengths)
+        return decoder.logits(read(run, state.cache.lengths, state.lengths, self.context.chunk))
+
+    def _first(self, logits: Tensor, watch: Stopwatch) -> list[Commit]:
+        """Commit each row's first token."""
+        state = self.state
         first = self._chosen(empty_draft(state), self._accept(empty_draft(state), logits))
-        self.stats.prompt_tokens += sum(lengths)
         commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row])]
         self.stats.new_tokens += len(commits)
         self._end_round()

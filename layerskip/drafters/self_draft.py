@@ -22,6 +22,7 @@ from layerskip.drafters.base import DraftContext, GoesOn, draft_chain, draft_ste
 from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder, Forward, Step
 from layerskip.models.span import Span
+from layerskip.reading import Reading, read
 from layerskip.state import DecodeState
 
 __all__ = ["SelfDrafter", "count_exact_blocks"]
@@ -63,7 +64,8 @@ class SelfDrafter:
 
     def begin(self, state: DecodeState) -> None:
         """The prompt runs through the full model into the cache that is shared; the adapter reads it when it drafts."""
-        self._held = [0] * state.batch  # positions of each row that the adapter has read as the model left them
+        # Positions of each row that the adapter has read as the model left them.
+        self._reading = state.readings.setdefault(self._adapter, Reading([0] * state.batch))
 
     def outlook(self, state: DecodeState) -> Sequence[int | None]:
         """Nothing is known before; a row can always draft."""
@@ -89,7 +91,7 @@ class SelfDrafter:
 
         outputs: list[Tensor] = []
         draft = draft_chain(next_logits, self.context, state, limits, goes_on, self._head.vocabulary)
-        self._held = list(state.lengths)
+        self._reading.held = list(state.lengths)
         if not self.exact_blocks:
             return draft
         return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)
@@ -120,9 +122,9 @@ class SelfDrafter:
         After a prompt, and now and then where nothing is drafted: that is not to count as the time of a draft.
         """
         ends = [length - 1 for length in state.lengths]  # the newest token's own states are not known yet
-        if self._adapter is not None and max(map(sub, ends, self._held)) > _MOST_LAG:
+        if self._adapter is not None and max(map(sub, ends, self._reading.held)) > _MOST_LAG:
             self._read(state, self._adapter, ends)
-            self._held = ends
+            self._reading.held = ends
 
     def _read(self, state: DecodeState, adapter: Adapter, ends: Sequence[int]) -> Tensor:
         """Let the adapter read each row's positions from where it was up to `ends`; its output behind the last of each.
@@ -130,17 +132,19 @@ class SelfDrafter:
         Rows that lag less than others read beyond their end: void, and written over before it is read.
         """
         cache, exit_layer = state.cache, adapter.spec.exit_layer
-        width = max(map(sub, ends, self._held))
-        starts = [max(0, min(held, cache.capacity - width)) for held in self._held]
-        span = self.decoder.span(starts, width)
-        if exit_layer:
-            entry = cache.states[exit_layer][span.rows, span.positions]
-        else:
-            entry = self.decoder.embed(state.token_ids.gather(1, span.positions))
-        before = None
-        if adapter.spec.reads_state:
-            states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
-            before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
-        hidden = adapter.run(entry, before, cache, span)
-        last = torch.tensor([end - 1 - start for end, start in zip(ends, starts, strict=True)])
-        return hidden[state.rows, last.to(hidden.device)].unsqueeze(1)
+        width = max(map(sub, ends, self._reading.held))
+        starts = [max(0, min(held, cache.capacity - width)) for held in self._reading.held]
+
+        def run(starts: Sequence[int], tokens: int) -> Tensor:
+            span = self.decoder.span(starts, tokens)
+            if exit_layer:
+                entry = cache.states[exit_layer][span.rows, span.positions]
+            else:
+                entry = self.decoder.embed(state.token_ids.gather(1, span.positions))
+            before = None
+            if adapter.spec.reads_state:
+                states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
+                before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
+            return adapter.run(entry, before, cache, span)
+
+        return read(run, starts, ends, self.context.chunk)
