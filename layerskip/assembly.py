@@ -97,6 +97,7 @@ def build_engine(
         eos_ids=frozenset(settings.eos_token_id),
         confidence_threshold=plan.confidence_threshold if plan is not None else 0.0,
         vocab_size=decoder.vocab_size,
+        chunk=settings.prefill_chunk_size,
     )
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)

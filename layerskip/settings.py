@@ -45,6 +45,7 @@ class DecodingSettings:
     stop_strings: tuple[str, ...] = ()
     max_time: float | None = None  # seconds
     num_return_sequences: int = 1
+    prefill_chunk_size: int | None = 1024  # most tokens of a prompt that are read in one pass
 
     def longest(self, prompt_length: int) -> int:
         """Most tokens that a row may hold, prompt included."""
@@ -257,5 +258,6 @@ _RANGES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "no_repeat_ngram_size": _integer(0),
     "max_time": _number(lambda value: value > 0, "seconds, a number above 0"),
     "num_return_sequences": _integer(1),
+    "prefill_chunk_size": _integer(1),
     "pad_token_id": (int, lambda value: 0 <= value < 2**31, "a token id"),
 }
