@@ -125,6 +125,8 @@ def build_engine(
             pass_width=request.pass_width,
             static=rounds.static,
             memory=known,
+            output_logits=settings.output_logits,
+            output_scores=settings.output_scores,
             release=rounds.release,
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
             stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),

@@ -13,6 +13,7 @@ from layerskip.engine import Commit, Engine
 from layerskip.errors import InputError
 from layerskip.request import Request
 from layerskip.result import GenerationResult
+from layerskip.scores import by_step
 
 __all__ = ["check_stream", "check_streamer", "decode", "make_result"]
 
@@ -63,8 +64,10 @@ def make_result(
     if engine.static is not None and engine.static.obstacle is not None:
         engine.stats.execution = f"static: {engine.static.obstacle}"
     new_token_ids = [[commit.token_id for commit in row] for row in rows]
+    settings = request.settings
+    pad = settings.pad_token_id if settings.pad_token_id is not None else (*settings.eos_token_id, 0)[0]
     return GenerationResult(
-        sequences=_padded(request, new_token_ids).to(engine.decoder.device),
+        sequences=_padded(request, new_token_ids, pad).to(engine.decoder.device),
         new_token_ids=new_token_ids,
         drafted=[[commit.drafted for commit in row] for row in rows],
         finish_reasons=[(row[-1].finish_reason if row else None) or "closed" for row in rows],
@@ -72,13 +75,13 @@ def make_result(
         settings=request.effective_settings(),
         plan=request.plan,
         tokenizer=tokenizer,
+        scores=by_step([[commit.said.scores for commit in row] for row in rows], pad),
+        logits=by_step([[commit.said.logits for commit in row] for row in rows], pad),
     )
 
 
-def _padded(request: Request, new_token_ids: list[list[int]]) -> Tensor:
+def _padded(request: Request, new_token_ids: list[list[int]], pad: int) -> Tensor:
     """Prompts padded on the left (or as they came), outputs on the right, as transformers: (batch, length), int64."""
-    settings = request.settings
-    pad = settings.pad_token_id if settings.pad_token_id is not None else (*settings.eos_token_id, 0)[0]
     longest = max(len(row) for row in new_token_ids)
     outputs = torch.tensor([row + [pad] * (longest - len(row)) for row in new_token_ids], dtype=torch.int64)
     return torch.cat((request.padded_prompts(pad), outputs), dim=1)

@@ -28,6 +28,7 @@ from layerskip.memory import Memory
 from layerskip.models.decoder import Decoder
 from layerskip.models.span import Span
 from layerskip.reading import read
+from layerskip.scores import Said
 from layerskip.state import DecodeState
 from layerskip.static_rounds import StaticRounds
 from layerskip.stats import DecodeStats
@@ -43,12 +44,14 @@ class Commit(NamedTuple):
     Attributes:
         drafted: it was an accepted draft (False: the target's own choice after the drafts).
         finish_reason: why the row ends with this token; None: it goes on.
+        said: what the target said at its position, as far as the caller asked for it.
     """
 
     row: int
     token_id: int
     drafted: bool
     finish_reason: FinishReason | None
+    said: Said = Said()
 
 
 class Chosen(NamedTuple):
@@ -76,6 +79,7 @@ class Engine:
             (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
         memory: what was known of the text when decoding began; nothing, in most calls.
         static: runs rounds as recorded programs; None: pass by pass.
+        output_logits, output_scores: whether commits are to hold them.
         release: called when decoding has ended, however it did.
         mode: without gradients. Where somebody else's code takes part it is `torch.no_grad`: tensors of inference mode,
             7 % faster on a CPU, must not be kept, written to later, or used for gradients.
@@ -90,6 +94,8 @@ class Engine:
     pass_width: int | None = None
     static: StaticRounds | None = None
     memory: Memory = Memory()
+    output_logits: bool = False
+    output_scores: bool = False
     release: Callable[[], None] = lambda: None
     mode: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
     stats: DecodeStats = field(default_factory=DecodeStats)
@@ -144,8 +150,9 @@ class Engine:
     def _first(self, logits: Tensor, watch: Stopwatch) -> list[Commit]:
         """Commit each row's first token."""
         state = self.state
-        first = self._chosen(empty_draft(state), self._accept(empty_draft(state), logits))
-        commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row])]
+        decided, said = self._accept(empty_draft(state), logits)
+        first = self._chosen(empty_draft(state), decided)
+        commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row], said)]
         self.stats.new_tokens += len(commits)
         self._end_round()
         self.stats.prefill_s += sum(watch.laps())
@@ -163,16 +170,19 @@ class Engine:
         draft = merged(list(drafts.values()), self.context.vocab_size) if drafts else empty_draft(state)
         watch.mark()
         if self.static is not None:
-            decided, width = self.static.verify(draft)
+            (decided, width), said = self.static.verify(draft), Said()
             watch.mark()
         else:
             logits, width = self._verify(draft), draft.tokens.shape[1] + 1
             watch.mark()
-            decided = self._accept(draft, logits)
+            decided, said = self._accept(draft, logits)
         chosen = self._chosen(draft, decided)
         was_active = list(state.active)
         commits = [
-            commit for row in range(state.batch) if was_active[row] for commit in self._commit_row(row, chosen[row])
+            commit
+            for row in range(state.batch)
+            if was_active[row]
+            for commit in self._commit_row(row, chosen[row], said)
         ]
         self._end_round()
         accepted = [each.accepted if active else None for each, active in zip(chosen, was_active, strict=True)]
@@ -248,11 +258,12 @@ class Engine:
     def _embed(self, span: Span) -> Tensor:
         return self.decoder.embed(self.state.token_ids.gather(1, span.positions))
 
-    def _accept(self, draft: Draft, logits: Tensor) -> Tensor:
+    def _accept(self, draft: Draft, logits: Tensor) -> tuple[Tensor, Said]:
         """Decide about `draft`; the token behind the accepted drafts is written there.
 
         Returns:
-            (batch, 3): accepted drafts, the token behind them, and the number of valid positions.
+            (batch, 3): accepted drafts, the token behind them, and the number of valid positions. And what the target
+            said of the drafts and the token behind them.
         """
         state, context = self.state, self.context
         counts = None if context.sampler.prefix_free else self._positions_that_matter(draft)
@@ -260,7 +271,8 @@ class Engine:
         positions = state.indices(0).unsqueeze(1) + torch.arange(logits.shape[1], device=state.token_ids.device)
         acceptance = context.rule.accept(draft, scores, positions, state.round_tensor)
         state.token_ids[state.rows, state.indices(0) + acceptance.accepted] = acceptance.next_token
-        return torch.stack(acceptance, dim=1)
+        said = Said(logits if self.output_logits else None, scores if self.output_scores else None)
+        return torch.stack(acceptance, dim=1), said
 
     def _chosen(self, draft: Draft, decided: Tensor) -> list[Chosen]:
         """Each row's accepted drafts and the token behind them: the round's one look at the device."""
@@ -277,7 +289,7 @@ class Engine:
             counts.append(1 + next(until_eos, drafted) if self.state.active[row] else 0)
         return counts
 
-    def _commit_row(self, row: int, chosen: Chosen) -> list[Commit]:
+    def _commit_row(self, row: int, chosen: Chosen, said: Said) -> list[Commit]:
         """Count the chosen tokens in, until one of them ends the row."""
         state, commits = self.state, []
         for index, token_id in enumerate(chosen.tokens):
@@ -291,7 +303,7 @@ class Engine:
             state.lengths[row] += 1
             state.texts[row].append(token_id)
             reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]], token_id)
-            commits.append(Commit(row, token_id, index < chosen.accepted, reason))
+            commits.append(Commit(row, token_id, index < chosen.accepted, reason, said.at(row, index)))
             if reason is not None:
                 state.active[row] = False
                 break

@@ -43,6 +43,8 @@ class CallOptions(TypedDict, total=False):
     acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
     prefill_chunk_size: prompts are read so many tokens (of each row) at a time, 1,024 if nothing is said, so that what
         a pass needs beside the cache does not grow with the prompt; None: in one pass.
+    output_scores, output_logits: keep the target's scores and logits of each new token (`GenerationResult.scores`,
+        `logits`): four bytes an id, a row and a token.
     pass_width: run every pass over exactly this many tokens, plain steps too, so that even in bfloat16 the output does
         not depend on the draft to the last bit. It costs what a pass that wide costs; at least
         ``plan.num_draft_tokens + 1``. Compare only calls with the same width.
@@ -96,6 +98,8 @@ class CallOptions(TypedDict, total=False):
     max_time: float | None
     num_return_sequences: int | None
     prefill_chunk_size: int | None
+    output_scores: bool | None
+    output_logits: bool | None
 
 
 _LIMITS = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}

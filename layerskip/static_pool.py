@@ -157,6 +157,8 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext, keeps_c
         return "a logits processor looks at the tokens before each position, and only the host can call it"
     if any(isinstance(each, EtaLogitsWarper) for row in context.sampler.processors for each in row):
         return "eta_cutoff asks the device for a value"
+    if request.settings.output_scores or request.settings.output_logits:
+        return "scores are asked for, which rounds of fixed shapes do not hand out"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
     if request.plan is not None and request.plan.adapter is not None:
