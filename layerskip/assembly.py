@@ -6,8 +6,9 @@ interrupted one leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from layerskip.engine import Engine
 from layerskip.governor import Always, FixedCosts, Governor, MeasuredCosts, Source, WorthIt
 from layerskip.memory import Memory, new_cache
 from layerskip.models.adapter import Adapter
+from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.processing import make_processors
 from layerskip.request import Request
@@ -90,6 +92,7 @@ def build_engine(
     # No draft can be longer than what a row may still emit, whatever the plan allows.
     room = max(limit - length for limit, length in zip(limits, lengths, strict=True))
     most = min(room, max((each.most for each in planned.values()), default=0))
+    adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
     processors = make_processors(settings, request.caller_processors, lengths, str(device))
     context = DraftContext(
         sampler=Sampler(processors, settings.do_sample),
@@ -102,17 +105,19 @@ def build_engine(
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
     pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
-    rounds = take_rounds(decoder, request, context, capacity, pool, compiled, keeps_cache=memory is not None)
-    known = Memory()
+    rounds = take_rounds(decoder, request, context, capacity, pool, compiled)
+    known, release = Memory(), rounds.release
+    if memory is not None:
+        known = memory.resume(decoder, request.prompts[0], capacity, adapter)
+    elif rounds.static is None:
+        known = Memory(cache=new_cache(decoder, len(lengths), capacity, adapter))
     if rounds.static is not None:
         state, context = rounds.static.state, rounds.static.context
-        state.reset(request.prompts, limits)
+        state.reset(request.prompts, limits, known.cache, known.readings)
+        if known.cache is not None:  # recorded rounds have a cache of their own, which is another call's afterwards
+            release = partial(_hand_back, known.cache, state.cache, len(known.token_ids), release)
+            known = replace(known, adapter=None)  # whose states they do not keep
     else:
-        adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
-        if memory is None:
-            known = Memory(cache=new_cache(decoder, len(lengths), capacity, adapter))
-        else:
-            known = memory.resume(decoder, request.prompts[0], capacity, adapter)
         assert known.cache is not None
         state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
     try:
@@ -124,10 +129,10 @@ def build_engine(
             governor=_governor(request, planned, most),
             pass_width=request.pass_width,
             static=rounds.static,
-            memory=known,
+            memory=replace(known, token_ids=state.texts[0], readings=state.readings),
             output_logits=settings.output_logits,
             output_scores=settings.output_scores,
-            release=rounds.release,
+            release=release,
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
             stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
             # Last: with it the clock of max_time begins to run.
@@ -136,6 +141,14 @@ def build_engine(
     except BaseException:
         rounds.release()
         raise
+
+
+def _hand_back(cache: KVCache, used: KVCache, begin: int, release: Callable[[], None]) -> None:
+    """Bring what a call has read in another cache into a session's own, where it is the same before `begin`."""
+    try:
+        cache.take(used, begin)
+    finally:
+        release()
 
 
 def _has_guests(decoder: Decoder, request: Request) -> bool:

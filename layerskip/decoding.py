@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -44,10 +45,11 @@ def decode(
     commits = []
     if streamer is not None:
         streamer.put(torch.tensor(request.prompts))
-    for commit in engine:
-        commits.append(commit)
-        if streamer is not None:
-            streamer.put(torch.tensor([commit.token_id]))
+    with closing(iter(engine)) as source:
+        for commit in source:
+            commits.append(commit)
+            if streamer is not None:
+                streamer.put(torch.tensor([commit.token_id]))
     if streamer is not None:
         streamer.end()
     return make_result(request, engine, tokenizer, commits)

@@ -77,7 +77,7 @@ class Engine:
         governor: decides who drafts how much.
         pass_width: if given, every verification pass covers exactly this many tokens and reads the whole cache
             (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
-        memory: what was known of the text when decoding began; nothing, in most calls.
+        memory: what the call leaves behind for the next one, as it comes about.
         static: runs rounds as recorded programs; None: pass by pass.
         output_logits, output_scores: whether commits are to hold them.
         release: called when decoding has ended, however it did.

@@ -13,7 +13,6 @@ from layerskip.models.adapter import Adapter
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.reading import Reading
-from layerskip.state import DecodeState
 
 __all__ = ["Memory", "common_length", "new_cache"]
 
@@ -34,10 +33,10 @@ def new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | No
 class Memory:
     """The text of one row as far as it was read.
 
-    Whoever uses it gives it away: a call writes into the cache (`resume`), and what is good then is told by `left_by`.
+    Whoever uses it gives it away: a call writes into the cache (`resume`), and leaves another behind (`settled`).
 
     Attributes:
-        token_ids: those whose keys and values the cache holds.
+        token_ids: those whose keys and values the cache holds; in a call that is running, the text as it grows.
         cache: None: nothing was read.
         readings: see `DecodeState`.
         adapter: whose entries and states the cache has room for, too.
@@ -72,18 +71,20 @@ class Memory:
         readings = {who: replace(each, held=[min(each.held[0], held)]) for who, each in self.readings.items()}
         return replace(self, token_ids=prompt[:held], readings=readings)
 
-    def left_by(self, state: DecodeState, is_whole: bool) -> Memory:
-        """What is known after a call that resumed from this.
+    def settled(self, is_whole: bool) -> Memory:
+        """What is known after the call.
 
         Args:
             is_whole: the call went to its end.
         """
-        (text,), (held,) = state.texts, state.cache.lengths
+        caches = [
+            cache for cache in (self.cache, *(each.cache for each in self.readings.values())) if cache is not None
+        ]
         if not is_whole:
-            for cache in (state.cache, *(each.cache for each in state.readings.values())):
-                if cache is not None:
-                    cache.wipe()
-        return replace(self, token_ids=text[:held], cache=state.cache, readings=state.readings)
+            for cache in caches:
+                cache.wipe()
+        held = 0 if self.cache is None else self.cache.lengths[0]
+        return replace(self, token_ids=self.token_ids[:held])
 
     def copied(self) -> Memory:
         """The same in tensors of its own, no larger than they need be."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
@@ -69,8 +69,7 @@ class Session:
     before. A stream that ends early, for whatever reason, leaves what it has committed until then.
 
     Calls may differ in plan and settings. Trained blocks follow the text from its beginning, so that the first call
-    with a plan that has some (or others than the call before) reads it once more. Rounds are run pass by pass:
-    `cuda_graphs` and `compile` take no effect, as ``stats.execution`` says.
+    with a plan that has some (or others than the call before) reads it once more.
     """
 
     def __init__(
@@ -140,9 +139,10 @@ class Session:
                     engines.append(engine)
                     said: list[int] = []
                     try:
-                        for commit in engine:
-                            said.append(commit.token_id)
-                            yield commit
+                        with closing(iter(engine)) as source:
+                            for commit in source:
+                                said.append(commit.token_id)
+                                yield commit
                     finally:
                         if said:
                             self._turns.append(turn.answered(said, tokenizer))
@@ -159,10 +159,13 @@ class Session:
 
         Many conversations that begin alike can be forks of one that has read the beginning.
         """
-        lengths: CallOptions = {"max_new_tokens": 1, "max_length": None, "min_new_tokens": None, "min_length": None}
+        nothing: CallOptions = {
+            "max_new_tokens": 1, "max_length": None, "min_new_tokens": None, "min_length": None, "seed": 0,
+            "cuda_graphs": False, "compile": False,
+        }  # fmt: skip
         with self._alone():
             turn = self._asked(inputs, is_question=False)
-            request = self._request(turn, {**options, **lengths, "seed": 0})
+            request = self._request(turn, {**options, **nothing})
             if turn.token_ids:  # what a template says first may depend on what is still to come
                 with self._engine(request) as engine:
                     engine.read_only()
@@ -217,7 +220,7 @@ class Session:
             yield engine
             is_whole = True
         finally:
-            self._memory = engine.memory.left_by(engine.state, is_whole)
+            self._memory = engine.memory.settled(is_whole)
 
     def _asked(self, inputs: Any, is_question: bool = True) -> _Turn:
         """The text that is to be answered, or only to be read."""

@@ -50,10 +50,18 @@ class DecodeState:
         self.cache = cache
         self._begin(prompts, limits, readings or {})
 
-    def reset(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Begin another call with the same number of rows, in the same memory."""
+    def reset(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        known: KVCache | None = None,
+        readings: Mapping[object, Reading] | None = None,
+    ) -> None:
+        """Begin another call with the same number of rows, in the same memory, with what `known` holds."""
         self.cache.reset()
-        self._begin(prompts, limits, {})
+        if known is not None:
+            self.cache.take(known)
+        self._begin(prompts, limits, readings or {})
 
     def _begin(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], readings: Mapping[object, Reading]

@@ -87,12 +87,8 @@ def take_rounds(
     capacity: int,
     pool: StaticPool,
     compiled: CompiledForward,
-    keeps_cache: bool = False,
 ) -> Rounds:
     """Static rounds where the call wants them and they can serve it.
-
-    Args:
-        keeps_cache: the call's cache was there before it, and will be needed after it.
 
     Raises:
         DecodingError: there is no memory for the cache.
@@ -104,7 +100,7 @@ def take_rounds(
             pool.clear()
         uncompiled = _compiling_obstacle(decoder, compiled, len(request.prompts)) or compiled.obstacle
         compiles = uncompiled is None
-    obstacle = _obstacle(decoder, request, context, keeps_cache) if records or compiles else uncompiled
+    obstacle = _obstacle(decoder, request, context) if records or compiles else uncompiled
     if obstacle is not None or not (records or compiles):
         return Rounds(None, "eager" if obstacle is None else f"eager: {obstacle}")
     most = request.plan.most_drafts if request.plan is not None else 0
@@ -149,10 +145,8 @@ def _new_cache(decoder: Decoder, batch: int, capacity: int, pool: StaticPool) ->
         return decoder.new_cache(batch, capacity)
 
 
-def _obstacle(decoder: Decoder, request: Request, context: DraftContext, keeps_cache: bool) -> str | None:
+def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str | None:
     """Why rounds of fixed shapes cannot serve a call; None: they can."""
-    if keeps_cache:
-        return "a session has a cache of its own, which grows"
     if not context.sampler.prefix_free:
         return "a logits processor looks at the tokens before each position, and only the host can call it"
     if any(isinstance(each, EtaLogitsWarper) for row in context.sampler.processors for each in row):

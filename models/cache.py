@@ -124,6 +124,17 @@ class KVCache:
         other.resize(capacity)
         return other
 
+    def take(self, other: KVCache, begin: int = 0) -> None:
+        """Hold what `other` has committed, which is known to be the same before the position `begin`.
+
+        `other` may have further blocks, or lack some; states are not taken.
+        """
+        end = max(other.lengths)
+        for own, its in zip(self._entries, other._entries, strict=False):
+            own[:, :, begin:end] = its[:, :, begin:end]
+        self._exact[:] = other.lengths
+        self.lengths = list(other.lengths)
+
     @property
     def entries(self) -> Sequence[Tensor]:
         """Keys and values of each block, (batch, 2 * kv_heads, capacity, head_dim): all keys, then all values."""

@@ -298,9 +298,10 @@ class TestFailures:
 
     @pytest.mark.parametrize("part", ["run", "logits", "embed"])
     def test_an_interrupt_in_a_pass(self, plan_of, part, monkeypatch):
-        for name in ("exit", "exit and state"):
+        for name in ("exit", "exit and state", "model"):
             model, options = layerskip.wrap(agreeing_model("llama")), {**OPTIONS, **always(plan_of("llama", name))}
-            session, own = model.session(**options), getattr(model.decoder, part)
+            decoder = model.decoder if name != "model" else model.draft_model(options["plan"]).decoder
+            session, own = model.session(**options), getattr(decoder, part)
             session.generate(TURNS[0])
             text = session.token_ids
             for at in (1, 2, 4, 5, 7, 8):
@@ -313,7 +314,7 @@ class TestFailures:
                     return result
 
                 with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                    patched.setattr(model.decoder, part, broken)
+                    patched.setattr(decoder, part, broken)
                     session.generate(TURNS[2])
                 assert session.token_ids == text
                 assert_same(session.fork().generate(TURNS[1]), model.generate([*text, *TURNS[1]], **options))
@@ -503,9 +504,38 @@ def test_calls_that_are_refused(model, inputs, options, error, message):
     assert_same(session.generate(TURNS[0]), model.generate(TURNS[0], **OPTIONS))
 
 
-def test_static_rounds_say_why_they_are_not_taken(model):
-    said = model.session(**OPTIONS, cuda_graphs=True).generate(TURNS[0])
-    assert said.stats.execution == "eager: a session has a cache of its own, which grows"
+@pytest.mark.parametrize("name", ["plain", "exit", "skip", "lookup", "model and lookup"])
+def test_rounds_of_fixed_shapes(plan_of, name):
+    """They have a cache of their own, which the next call may find changed. Forks and failures among them."""
+    model = layerskip.wrap(agreeing_model("llama"))
+    options = {**OPTIONS, **always(plan_of("llama", name)), "cuda_graphs": True}
+    session = model.session(**options)
+    for index in range(3):
+        for each in (session.fork(), session):
+            text, turn = [*each.token_ids], prompt(4, seed=index)[0].tolist()
+            with pytest.raises(RuntimeError, match="on purpose"):
+                each.generate(turn, stopping_criteria=[Fails(3)])
+            said = each.generate(turn)
+            assert said.stats.execution.startswith("static") and said.stats.reused_tokens >= max(0, len(text) - 1)
+            assert_same(said, model.generate([*text, *turn], **options))
+
+
+def test_rounds_of_fixed_shapes_between_others(plan_of):
+    """They keep no states for trained blocks, which are then to read the text again."""
+    model, session = layerskip.wrap(agreeing_model("llama")), None
+    session = model.session(**OPTIONS)
+    for index, static in enumerate([False, True, False, True, True, False]):
+        options = {"cuda_graphs": static, **always(plan_of("llama", "exit" if static else "exit and state"))}
+        text, turn = session.token_ids, prompt(3, seed=index)[0].tolist()
+        assert_same(session.generate(turn, **options), model.generate([*text, *turn], **OPTIONS, **options))
+
+
+def test_a_model_that_is_prepared_meanwhile(model):
+    session, fresh = model.session(**OPTIONS), layerskip.wrap(agreeing_model("llama"))
+    session.generate(TURNS[0])
+    text = session.token_ids
+    model.prepare()
+    assert_same(session.generate(TURNS[2]), fresh.generate([*text, *TURNS[2]], **OPTIONS))
 
 
 def test_a_session_draws_no_random_numbers(model):
