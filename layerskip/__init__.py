@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from layerskip.governor.costs import CostRatios
     from layerskip.plan import DraftPlan
     from layerskip.result import GenerationResult
+    from layerskip.session import Session
     from layerskip.stats import DecodeStats
     from layerskip.stream import Stream, StreamPiece
 
@@ -42,6 +43,7 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "SearchError",
+    "Session",
     "SettingError",
     "Stream",
     "StreamPiece",
@@ -58,6 +60,7 @@ _MODULES = {
     "governor.costs": ("CostRatios",),
     "plan": ("DraftPlan",),
     "result": ("GenerationResult",),
+    "session": ("Session",),
     "stats": ("DecodeStats",),
     "stream": ("Stream", "StreamPiece"),
 }

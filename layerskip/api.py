@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.assembly import PlannedDrafter, build_engine
 from layerskip.compiled import CompiledForward
+from layerskip.decoding import check_stream, check_streamer, decode, make_result
 from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfDrafter
-from layerskip.engine import Commit, Engine
+from layerskip.engine import Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.governor import Source
 from layerskip.governor.acceptance import MEASURED_WEIGHT
 from layerskip.identity import ModelIdentity, identify
+from layerskip.memory import Memory
 from layerskip.models.adapter import Adapter
 from layerskip.models.adapter_file import load_adapter
 from layerskip.models.decoder import Decoder
@@ -30,6 +31,7 @@ from layerskip.models.preparation import Preparation
 from layerskip.plan import DraftPlan
 from layerskip.request import CallOptions, Request, make_request
 from layerskip.result import GenerationResult
+from layerskip.session import Session
 from layerskip.static_pool import StaticPool
 from layerskip.stream import Stream
 
@@ -194,35 +196,22 @@ class Model:
         Raises:
             LayerSkipError: one of its kinds, before the model has run, for whatever is wrong with the call.
         """
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise InputError(f"got streamer={streamer!r}; expected a transformers streamer, with put() and end().")
+        check_streamer(streamer)
         request = self.check(inputs, **options)
         if streamer is not None:
             _refuse_streamed_batch(request)
-        engine, commits = self.engine(request), []
-        if streamer is not None:
-            streamer.put(torch.tensor(request.prompts))
-        for commit in engine:
-            commits.append(commit)
-            if streamer is not None:
-                streamer.put(torch.tensor([commit.token_id]))
-        if streamer is not None:
-            streamer.end()
-        return self._result(request, engine, commits)
+        return decode(request, self.engine(request), self.tokenizer, streamer)
 
     def stream(self, inputs: Any = None, **options: Unpack[CallOptions]) -> Stream:
         """Decode one prompt piece by piece: iterate over the return value; then read its `result`.
 
         Arguments and errors as in `generate`.
         """
-        if "streamer" in options:
-            raise InputError("got a streamer for stream(), which is one itself; iterate over it, or use generate().")
-        if self.tokenizer is None:
-            raise InputError("got no tokenizer to make text with; pass one to wrap(model, tokenizer), or use generate.")
+        tokenizer = check_stream(options, self.tokenizer)
         request = self.check(inputs, **options)
         _refuse_streamed_batch(request)
         engine = self.engine(request)
-        return Stream(engine, self.tokenizer, lambda commits: self._result(request, engine, commits))
+        return Stream(iter(engine), tokenizer, partial(make_result, request, engine, tokenizer))
 
     def check(self, inputs: Any = None, **options: Unpack[CallOptions]) -> Request:
         """Check a call without running it; arguments and errors as in `generate`, but for a draft model's own."""
@@ -307,10 +296,29 @@ class Model:
         trained = 0 if plan.adapter is None else self.adapter(plan).num_parameters / self.inspection.step_parameters
         return self.inspection.draft_cost(plan.path(self.decoder.num_blocks), ids) + trained
 
-    def engine(self, request: Request) -> Engine:
-        """An engine for a checked call, for those who want to look between two rounds; it decodes once."""
+    def session(self, *, system: str | None = None, **options: Unpack[CallOptions]) -> Session:
+        """Begin a conversation that keeps what it has read from call to call (`Session`).
+
+        Args:
+            system: what the system prompt says; it is read now.
+            options: for all its calls, each of which may say otherwise.
+
+        Raises:
+            LayerSkipError: as `generate` does.
+        """
+        session = Session(self, options)
+        if system is not None:
+            session.read([{"role": "system", "content": system}])
+        return session
+
+    def engine(self, request: Request, memory: Memory | None = None) -> Engine:
+        """An engine for a checked call, for those who want to look between two rounds; it decodes once.
+
+        Args:
+            memory: see `build_engine`.
+        """
         planned = {} if request.plan is None else self._planned(request.plan)
-        return build_engine(self.decoder, request, planned, self.tokenizer, self.static_pool, self.compiled)
+        return build_engine(self.decoder, request, planned, self.tokenizer, self.static_pool, self.compiled, memory)
 
     def _planned(self, plan: DraftPlan) -> dict[str, PlannedDrafter]:
         """The drafters of `plan`; a draft model is loaded now, before any time is counted."""
@@ -332,25 +340,6 @@ class Model:
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
             planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
         return planned
-
-    def _result(self, request: Request, engine: Engine, commits: list[Commit]) -> GenerationResult:
-        rows: list[list[Commit]] = [[] for _ in request.prompts]
-        for commit in commits:
-            rows[commit.row].append(commit)
-        engine.stats.costs = engine.governor.to_dict()
-        if engine.static is not None and engine.static.obstacle is not None:
-            engine.stats.execution = f"static: {engine.static.obstacle}"
-        new_token_ids = [[commit.token_id for commit in row] for row in rows]
-        return GenerationResult(
-            sequences=_padded(request, new_token_ids).to(self.decoder.device),
-            new_token_ids=new_token_ids,
-            drafted=[[commit.drafted for commit in row] for row in rows],
-            finish_reasons=[(row[-1].finish_reason if row else None) or "closed" for row in rows],
-            stats=engine.stats,
-            settings=request.effective_settings(),
-            plan=request.plan,
-            tokenizer=self.tokenizer,
-        )
 
 
 def _refuse_streamed_batch(request: Request) -> None:
@@ -377,12 +366,3 @@ def _check_draft_model(target: Model, draft: Model) -> None:
             f"got a draft model with another vocabulary ({theirs.vocab_size:,} ids) than the model's "
             f"({ours.vocab_size:,} ids); expected the same token ids. Draft with a model of the same family.{hint}"
         )
-
-
-def _padded(request: Request, new_token_ids: list[list[int]]) -> Tensor:
-    """Prompts padded on the left (or as they came), outputs on the right, as transformers: (batch, length), int64."""
-    settings = request.settings
-    pad = settings.pad_token_id if settings.pad_token_id is not None else (*settings.eos_token_id, 0)[0]
-    longest = max(len(row) for row in new_token_ids)
-    outputs = torch.tensor([row + [pad] * (longest - len(row)) for row in new_token_ids], dtype=torch.int64)
-    return torch.cat((request.padded_prompts(pad), outputs), dim=1)

@@ -6,8 +6,9 @@ interrupted one leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,14 +18,16 @@ from layerskip.compiled import CompiledForward
 from layerskip.drafters import DraftContext, Drafter
 from layerskip.engine import Engine
 from layerskip.governor import Always, FixedCosts, Governor, MeasuredCosts, Source, WorthIt
+from layerskip.memory import Memory, new_cache
 from layerskip.models.adapter import Adapter
+from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.processing import make_processors
 from layerskip.request import Request
 from layerskip.rules import make_rule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
-from layerskip.static_pool import StaticPool, new_cache, take_rounds
+from layerskip.static_pool import StaticPool, take_rounds
 from layerskip.static_rounds import tier_of
 from layerskip.stats import DecodeStats
 from layerskip.stopping import make_stopping
@@ -68,6 +71,7 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
     pool: StaticPool | None = None,
     compiled: CompiledForward | None = None,
+    memory: Memory | None = None,
 ) -> Engine:
     """Put together what `request` asks for.
 
@@ -76,6 +80,8 @@ def build_engine(
         tokenizer: for stop strings.
         pool: of static rounds, kept from call to call.
         compiled: the decoder's compiled passes, likewise.
+        memory: what was read of the text of the request's one row before; the engine's own takes its place. None:
+            nothing is known, nor to be kept.
 
     Raises:
         SettingError: an acceptance rule that does not exist, or stop strings without tokenizer.
@@ -87,6 +93,7 @@ def build_engine(
     # No draft can be longer than what a row may still emit, whatever the plan allows.
     room = max(limit - length for limit, length in zip(limits, lengths, strict=True))
     most = min(room, max((each.most for each in planned.values()), default=0))
+    adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
     processors = make_processors(settings, request.caller_processors, lengths, str(device))
     context = DraftContext(
         sampler=Sampler(processors, settings.do_sample),
@@ -94,17 +101,26 @@ def build_engine(
         eos_ids=frozenset(settings.eos_token_id),
         confidence_threshold=plan.confidence_threshold if plan is not None else 0.0,
         vocab_size=decoder.vocab_size,
+        chunk=settings.prefill_chunk_size,
     )
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
-    adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
-    pools = (pool or StaticPool(), compiled or CompiledForward(decoder))
-    rounds = take_rounds(decoder, request, context, capacity, *pools, adapter)
+    pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
+    rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
+    known, release = Memory(), rounds.release
+    if memory is not None:
+        known = memory.resume(decoder, request.prompts[0], capacity, adapter)
+    elif rounds.static is None:
+        known = Memory(cache=new_cache(decoder, len(lengths), capacity, adapter))
     if rounds.static is not None:
         state, context = rounds.static.state, rounds.static.context
-        state.reset(request.prompts, limits)
+        state.reset(request.prompts, limits, known.cache, known.readings)
+        if known.cache is not None:  # recorded rounds have a cache of their own, which is another call's afterwards
+            release = partial(_hand_back, known.cache, state.cache, known.shared_by(adapter), release)
+            known = replace(known, adapter=adapter)  # another's entries and states were not kept up to date
     else:
-        state = DecodeState(request.prompts, limits, new_cache(decoder, len(lengths), capacity, adapter), device)
+        assert known.cache is not None
+        state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
     try:
         return Engine(
             decoder=decoder,
@@ -114,7 +130,10 @@ def build_engine(
             governor=_governor(request, planned, most),
             pass_width=request.pass_width,
             static=rounds.static,
-            release=rounds.release,
+            memory=replace(known, token_ids=state.texts[0], readings=state.readings),
+            output_logits=settings.output_logits,
+            output_scores=settings.output_scores,
+            release=release,
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
             stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
             # Last: with it the clock of max_time begins to run.
@@ -123,6 +142,14 @@ def build_engine(
     except BaseException:
         rounds.release()
         raise
+
+
+def _hand_back(cache: KVCache, used: KVCache, begin: int, release: Callable[[], None]) -> None:
+    """Bring what a call has read in another cache into a session's own, where it is the same before `begin`."""
+    try:
+        cache.take(used, begin)
+    finally:
+        release()
 
 
 def _has_guests(decoder: Decoder, request: Request) -> bool:

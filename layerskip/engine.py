@@ -12,7 +12,7 @@ where a model came from; it changes nothing but its own `DecodeState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,8 +24,11 @@ from layerskip.draft import Draft, empty_draft, merged
 from layerskip.drafters.base import DraftContext, Drafter, Recordable
 from layerskip.errors import DecodingError
 from layerskip.governor import Decision, Governor
+from layerskip.memory import Memory
 from layerskip.models.decoder import Decoder
 from layerskip.models.span import Span
+from layerskip.reading import read
+from layerskip.scores import Said
 from layerskip.state import DecodeState
 from layerskip.static_rounds import StaticRounds
 from layerskip.stats import DecodeStats
@@ -41,12 +44,14 @@ class Commit(NamedTuple):
     Attributes:
         drafted: it was an accepted draft (False: the target's own choice after the drafts).
         finish_reason: why the row ends with this token; None: it goes on.
+        said: what the target said at its position, as far as the caller asked for it.
     """
 
     row: int
     token_id: int
     drafted: bool
     finish_reason: FinishReason | None
+    said: Said = Said()
 
 
 class Chosen(NamedTuple):
@@ -72,7 +77,9 @@ class Engine:
         governor: decides who drafts how much.
         pass_width: if given, every verification pass covers exactly this many tokens and reads the whole cache
             (padded and masked), so that in low precision too no bit depends on how many tokens were drafted.
+        memory: what the call leaves behind for the next one, as it comes about.
         static: runs rounds as recorded programs; None: pass by pass.
+        output_logits, output_scores: whether commits are to hold them.
         release: called when decoding has ended, however it did.
         mode: without gradients. Where somebody else's code takes part it is `torch.no_grad`: tensors of inference mode,
             7 % faster on a CPU, must not be kept, written to later, or used for gradients.
@@ -86,11 +93,14 @@ class Engine:
     governor: Governor
     pass_width: int | None = None
     static: StaticRounds | None = None
+    memory: Memory = Memory()
+    output_logits: bool = False
+    output_scores: bool = False
     release: Callable[[], None] = lambda: None
     mode: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
     stats: DecodeStats = field(default_factory=DecodeStats)
 
-    def __iter__(self) -> Iterator[Commit]:
+    def __iter__(self) -> Generator[Commit, None, None]:
         """Decode to the end, handing out every token as it is committed."""
         try:
             yield from self.read_prompts()
@@ -106,25 +116,43 @@ class Engine:
         accepted about one time in a hundred.
         """
         with self.mode():
-            return self._read_prompts()
+            watch = Stopwatch(self.decoder.device)
+            logits = self._read()
+            return self._first(logits, watch)
+
+    def read_only(self) -> None:
+        """Run the prompts, and nothing else: for a later call that goes on from what was read."""
+        with self.mode():
+            self._read()
+            self.state.cache.commit(self.state.lengths)
+            for drafter in self.drafters.values():
+                drafter.observe(self.state)
 
     def decode_round(self) -> list[Commit]:
         """One round for all rows that are still decoding."""
         with self.mode():
             return self._decode_round()
 
-    def _read_prompts(self) -> list[Commit]:
-        state, watch = self.state, Stopwatch(self.decoder.device)
+    def _read(self) -> Tensor:
+        """Read of the prompts what is not in the cache; the logits behind their last tokens, (batch, 1, vocab)."""
+        state, decoder = self.state, self.decoder
         for drafter in self.drafters.values():
             drafter.begin(state)
-        lengths = list(state.lengths)
-        span = self.decoder.span([0] * state.batch, max(lengths))
-        hidden = self.decoder.run(self._embed(span), self.decoder.full_path, state.cache, span)
-        last = torch.tensor(lengths, device=hidden.device) - 1
-        logits = self.decoder.logits(hidden[state.rows.to(hidden.device), last].unsqueeze(1))
-        first = self._chosen(empty_draft(state), self._accept(empty_draft(state), logits))
-        self.stats.prompt_tokens += sum(lengths)
-        commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row])]
+
+        def run(starts: Sequence[int], tokens: int) -> Tensor:
+            span = decoder.span(starts, tokens)
+            return decoder.run(self._embed(span), decoder.full_path, state.cache, span)
+
+        self.stats.prompt_tokens += sum(state.lengths)
+        self.stats.reused_tokens += sum(state.cache.lengths)
+        return decoder.logits(read(run, state.cache.lengths, state.lengths, self.context.chunk))
+
+    def _first(self, logits: Tensor, watch: Stopwatch) -> list[Commit]:
+        """Commit each row's first token."""
+        state = self.state
+        decided, said = self._accept(empty_draft(state), logits)
+        first = self._chosen(empty_draft(state), decided)
+        commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row], said)]
         self.stats.new_tokens += len(commits)
         self._end_round()
         self.stats.prefill_s += sum(watch.laps())
@@ -142,16 +170,19 @@ class Engine:
         draft = merged(list(drafts.values()), self.context.vocab_size) if drafts else empty_draft(state)
         watch.mark()
         if self.static is not None:
-            decided, width = self.static.verify(draft)
+            (decided, width), said = self.static.verify(draft), Said()
             watch.mark()
         else:
             logits, width = self._verify(draft), draft.tokens.shape[1] + 1
             watch.mark()
-            decided = self._accept(draft, logits)
+            decided, said = self._accept(draft, logits)
         chosen = self._chosen(draft, decided)
         was_active = list(state.active)
         commits = [
-            commit for row in range(state.batch) if was_active[row] for commit in self._commit_row(row, chosen[row])
+            commit
+            for row in range(state.batch)
+            if was_active[row]
+            for commit in self._commit_row(row, chosen[row], said)
         ]
         self._end_round()
         accepted = [each.accepted if active else None for each, active in zip(chosen, was_active, strict=True)]
@@ -227,11 +258,12 @@ class Engine:
     def _embed(self, span: Span) -> Tensor:
         return self.decoder.embed(self.state.token_ids.gather(1, span.positions), span)
 
-    def _accept(self, draft: Draft, logits: Tensor) -> Tensor:
+    def _accept(self, draft: Draft, logits: Tensor) -> tuple[Tensor, Said]:
         """Decide about `draft`; the token behind the accepted drafts is written there.
 
         Returns:
-            (batch, 3): accepted drafts, the token behind them, and the number of valid positions.
+            (batch, 3): accepted drafts, the token behind them, and the number of valid positions. And what the target
+            said of the drafts and the token behind them.
         """
         state, context = self.state, self.context
         counts = None if context.sampler.prefix_free else self._positions_that_matter(draft)
@@ -239,7 +271,8 @@ class Engine:
         positions = state.indices(0).unsqueeze(1) + torch.arange(logits.shape[1], device=state.token_ids.device)
         acceptance = context.rule.accept(draft, scores, positions, state.round_tensor)
         state.token_ids[state.rows, state.indices(0) + acceptance.accepted] = acceptance.next_token
-        return torch.stack(acceptance, dim=1)
+        said = Said(logits if self.output_logits else None, scores if self.output_scores else None)
+        return torch.stack(acceptance, dim=1), said
 
     def _chosen(self, draft: Draft, decided: Tensor) -> list[Chosen]:
         """Each row's accepted drafts and the token behind them: the round's one look at the device."""
@@ -256,7 +289,7 @@ class Engine:
             counts.append(1 + next(until_eos, drafted) if self.state.active[row] else 0)
         return counts
 
-    def _commit_row(self, row: int, chosen: Chosen) -> list[Commit]:
+    def _commit_row(self, row: int, chosen: Chosen, said: Said) -> list[Commit]:
         """Count the chosen tokens in, until one of them ends the row."""
         state, commits = self.state, []
         for index, token_id in enumerate(chosen.tokens):
@@ -270,7 +303,7 @@ class Engine:
             state.lengths[row] += 1
             state.texts[row].append(token_id)
             reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]], token_id)
-            commits.append(Commit(row, token_id, index < chosen.accepted, reason))
+            commits.append(Commit(row, token_id, index < chosen.accepted, reason, said.at(row, index)))
             if reason is not None:
                 state.active[row] = False
                 break

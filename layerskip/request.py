@@ -41,6 +41,10 @@ class CallOptions(TypedDict, total=False):
         "maximal" the text of a seed depends on what is drafted, and with the governor "measured" that depends on
         clocks: for texts that repeat use "invariant", or another governor.
     acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
+    prefill_chunk_size: prompts are read so many tokens (of each row) at a time, 1,024 if nothing is said, so that what
+        a pass needs beside the cache does not grow with the prompt; None: in one pass.
+    output_scores, output_logits: keep the target's scores and logits of each new token (`GenerationResult.scores`,
+        `logits`): four bytes an id, a row and a token.
     pass_width: run every pass over exactly this many tokens, plain steps too, so that even in bfloat16 the output does
         not depend on the draft to the last bit. It costs what a pass that wide costs; at least
         ``plan.num_draft_tokens + 1``. Compare only calls with the same width.
@@ -93,6 +97,9 @@ class CallOptions(TypedDict, total=False):
     stop_strings: str | Sequence[str] | None
     max_time: float | None
     num_return_sequences: int | None
+    prefill_chunk_size: int | None
+    output_scores: bool | None
+    output_logits: bool | None
 
 
 _LIMITS = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}

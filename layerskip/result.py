@@ -29,6 +29,10 @@ class GenerationResult:
         stats: counts and times.
         settings: the effective decoding settings, seeds included.
         plan: the effective draft plan; None: plain decoding.
+        scores: with `output_scores`, what each new token was chosen by: for each step (batch, vocab), behind all
+            processors, as transformers returns them. An accepted draft has the model's own, not the draft's. Rows that
+            ended early are certain of the padding token.
+        logits: with `output_logits` the same before the processors.
     """
 
     sequences: Tensor
@@ -39,6 +43,8 @@ class GenerationResult:
     settings: dict[str, Any]
     plan: DraftPlan | None
     tokenizer: PreTrainedTokenizerBase | None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
 
     @property
     def texts(self) -> list[str]:

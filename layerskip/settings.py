@@ -45,6 +45,9 @@ class DecodingSettings:
     stop_strings: tuple[str, ...] = ()
     max_time: float | None = None  # seconds
     num_return_sequences: int = 1
+    prefill_chunk_size: int | None = 1024  # most tokens of a prompt that are read in one pass
+    output_scores: bool = False
+    output_logits: bool = False
 
     def longest(self, prompt_length: int) -> int:
         """Most tokens that a row may hold, prompt included."""
@@ -59,6 +62,7 @@ class DecodingSettings:
 
 
 NAMES = tuple(field.name for field in fields(DecodingSettings))
+_SWITCHES = ("do_sample", "output_scores", "output_logits")
 
 # Fields of GenerationConfig that change speed, bookkeeping or other decoding methods, but no token of ours.
 _WITHOUT_EFFECT_ON_TOKENS = {
@@ -180,7 +184,7 @@ def _refuse_warpers_without_sampling(given: Mapping[str, Any], do_sample: bool) 
 def _checked(values: dict[str, Any]) -> DecodingSettings:
     values["eos_token_id"] = _as_ids("eos_token_id", values.get("eos_token_id"))
     values["stop_strings"] = _as_strings("stop_strings", values.get("stop_strings"))
-    for name in ("do_sample", "num_return_sequences"):  # off is no None here
+    for name in (*_SWITCHES, "num_return_sequences"):  # off is no None here
         if values.get(name) is None:
             values.pop(name, None)
     for name, (kind, holds, expected) in _RANGES.items():
@@ -190,8 +194,9 @@ def _checked(values: dict[str, Any]) -> DecodingSettings:
         if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
             hint = " For greedy decoding pass do_sample=False." if name == "temperature" and value == 0 else ""
             raise SettingError(f"got {name}={value!r}; expected {expected}.{hint}")
-    if not isinstance(values.get("do_sample", False), bool):
-        raise SettingError(f"got do_sample={values['do_sample']!r}; expected True or False.")
+    for name in _SWITCHES:
+        if not isinstance(values.get(name, False), bool):
+            raise SettingError(f"got {name}={values[name]!r}; expected True or False.")
     _check_ids(values)
     if values.get("max_new_tokens") is None:
         values["max_new_tokens"] = DEFAULT_NEW_TOKENS if values.get("max_length") is None else None
@@ -257,5 +262,6 @@ _RANGES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "no_repeat_ngram_size": _integer(0),
     "max_time": _number(lambda value: value > 0, "seconds, a number above 0"),
     "num_return_sequences": _integer(1),
+    "prefill_chunk_size": _integer(1),
     "pad_token_id": (int, lambda value: 0 <= value < 2**31, "a token id"),
 }

@@ -7,12 +7,13 @@ not counting them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from layerskip.models.cache import KVCache
+from layerskip.reading import Reading
 
 __all__ = ["DecodeState"]
 
@@ -27,12 +28,19 @@ class DecodeState:
         lengths_tensor: the same on the device at the start of a round, (batch,), int64.
         limits: the longest each row may become.
         active: rows that are still decoding.
-        cache: keys and values of the full model (and of the drafts that share it).
+        cache: keys and values of the full model (and of the drafts that share it); it may hold the beginning of the
+            prompts already.
+        readings: how far others have read the texts, by who they are.
         round_tensor: rounds begun, for noise that must not repeat: (), int64.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], cache: KVCache, device: torch.device
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        cache: KVCache,
+        device: torch.device,
+        readings: Mapping[object, Reading] | None = None,
     ) -> None:
         """Hold `prompts` (one non-empty list of ids a row) with room for ``cache.capacity`` tokens a row."""
         self.token_ids = torch.zeros((len(prompts), cache.capacity + 1), dtype=torch.int64, device=device)
@@ -40,10 +48,24 @@ class DecodeState:
         self.round_tensor = torch.zeros((), dtype=torch.int64, device=device)
         self.rows = torch.arange(len(prompts), device=device)
         self.cache = cache
-        self.reset(prompts, limits)
+        self._begin(prompts, limits, readings or {})
 
-    def reset(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Begin another call with the same number of rows, in the same memory."""
+    def reset(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        known: KVCache | None = None,
+        readings: Mapping[object, Reading] | None = None,
+    ) -> None:
+        """Begin another call with the same number of rows, in the same memory, with what `known` holds."""
+        self.cache.reset()
+        if known is not None:
+            self.cache.take(known)
+        self._begin(prompts, limits, readings or {})
+
+    def _begin(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], readings: Mapping[object, Reading]
+    ) -> None:
         self.token_ids.zero_()
         for row, prompt in enumerate(prompts):
             self.token_ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
@@ -51,8 +73,8 @@ class DecodeState:
         self.texts = [list(prompt) for prompt in prompts]
         self.limits = list(limits)
         self.active = [True] * len(prompts)
+        self.readings = dict(readings)
         self.round_tensor.zero_()
-        self.cache.reset()
         self.upload_lengths()
 
     def upload_lengths(self) -> None:

@@ -15,6 +15,7 @@ from transformers import EtaLogitsWarper
 from layerskip.compiled import CompiledForward
 from layerskip.drafters.base import DraftContext
 from layerskip.errors import DecodingError, SettingError
+from layerskip.memory import new_cache
 from layerskip.models.adapter import Adapter
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
@@ -23,7 +24,7 @@ from layerskip.request import Request
 from layerskip.state import DecodeState
 from layerskip.static_rounds import TIERS, StaticRounds
 
-__all__ = ["Rounds", "StaticPool", "new_cache", "take_rounds"]
+__all__ = ["Rounds", "StaticPool", "take_rounds"]
 
 _CAPACITIES = 512  # cache capacities are multiples of it, so that calls of other lengths are alike
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -142,13 +143,6 @@ def _doubled(capacity: int) -> int:
     return _CAPACITIES << ((capacity - 1) // _CAPACITIES).bit_length()
 
 
-def new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | None) -> KVCache:
-    """A cache with room for the adapter's keys and values, and for the states that it reads."""
-    if adapter is None:
-        return decoder.new_cache(batch, capacity)
-    return decoder.new_cache(batch, capacity, adapter.spec.num_blocks, adapter.kept_states)
-
-
 def _new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | None, pool: StaticPool) -> KVCache:
     """A cache, for which idle ones make room if need be."""
     try:
@@ -164,6 +158,8 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
         return "a logits processor looks at the tokens before each position, and only the host can call it"
     if any(isinstance(each, EtaLogitsWarper) for row in context.sampler.processors for each in row):
         return "eta_cutoff asks the device for a value"
+    if request.settings.output_scores or request.settings.output_logits:
+        return "scores are asked for, which rounds of fixed shapes do not hand out"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
     if decoder.is_spread:

@@ -20,6 +20,7 @@ class DecodeStats:
 
     Attributes:
         prompt_tokens, new_tokens: over all rows; the first new token of a row comes out of the prompt's pass.
+        reused_tokens: prompt tokens that a session had read before; the prompt's pass ran over the others.
         rounds: verification passes, counted per row that was still decoding; plain steps are among them.
         round_tokens: tokens that the rounds committed.
         proposed: drafted tokens.
@@ -39,6 +40,7 @@ class DecodeStats:
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: int = 0
     rounds: int = 0
     round_tokens: int = 0

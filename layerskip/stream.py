@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.engine import Commit, Engine
+from layerskip.engine import Commit
 from layerskip.result import GenerationResult
 from layerskip.text import Detokenizer
 
@@ -36,15 +36,15 @@ class Stream:
 
     def __init__(
         self,
-        engine: Engine,
+        source: Generator[Commit, None, None],
         tokenizer: PreTrainedTokenizerBase,
         make_result: Callable[[list[Commit]], GenerationResult],
     ) -> None:
         """Made by `Model.stream`."""
-        self._engine, self._make_result = engine, make_result
+        self._source, self._make_result = source, make_result
         self._commits: list[Commit] = []
         self._error: BaseException | None = None
-        self._pieces = self._decode(Detokenizer(tokenizer))
+        self._pieces = _pieces(source, self._commits, Detokenizer(tokenizer))
 
     def __iter__(self) -> Iterator[StreamPiece]:
         """The stream itself."""
@@ -67,6 +67,7 @@ class Stream:
     def close(self) -> None:
         """Stop decoding here; `result` then holds what was committed, with the finish reason "closed"."""
         self._pieces.close()
+        self._source.close()
 
     @property
     def result(self) -> GenerationResult:
@@ -77,14 +78,21 @@ class Stream:
             raise self._error
         return self._make_result(self._commits)
 
-    def _decode(self, detokenizer: Detokenizer) -> Generator[StreamPiece, None, None]:
-        waiting: list[Commit] = []
-        for commit in self._engine:
-            self._commits.append(commit)
-            waiting.append(commit)
-            text = detokenizer.push(commit.token_id)
-            if commit.finish_reason is not None:
-                text += detokenizer.flush()
-            if text:
-                yield StreamPiece(text, tuple(each.token_id for each in waiting), all(each.drafted for each in waiting))
-                waiting = []
+
+def _pieces(
+    source: Generator[Commit, None, None], commits: list[Commit], detokenizer: Detokenizer
+) -> Generator[StreamPiece, None, None]:
+    """Pieces of text; what has come is noted in `commits`.
+
+    No part of the stream, so that a stream that is forgotten ends at once.
+    """
+    waiting: list[Commit] = []
+    for commit in source:
+        commits.append(commit)
+        waiting.append(commit)
+        text = detokenizer.push(commit.token_id)
+        if commit.finish_reason is not None:
+            text += detokenizer.flush()
+        if text:
+            yield StreamPiece(text, tuple(each.token_id for each in waiting), all(each.drafted for each in waiting))
+            waiting = []

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from layerskip.errors import InputError
 
-__all__ = ["Detokenizer", "encode"]
+__all__ = ["Detokenizer", "encode", "is_chat", "is_ids"]
 
 _EXPECTED = (
     "expected a string, chat messages ([{'role': …, 'content': …}]), token ids (list of ints, or a tensor of 1 or 2 "
@@ -32,7 +32,7 @@ def encode(inputs: Any, tokenizer: PreTrainedTokenizerBase | None, attention_mas
         return encode(inputs["input_ids"], tokenizer, inputs.get("attention_mask", attention_mask))
     if isinstance(inputs, Tensor):
         rows = _from_tensor(inputs)
-    elif isinstance(inputs, str) or _is_chat(inputs) or _is_ids(inputs):
+    elif isinstance(inputs, str) or is_chat(inputs) or is_ids(inputs):
         rows = [_row(inputs, tokenizer)]
     elif isinstance(inputs, Sequence) and len(inputs) > 0:
         rows = [_row(each, tokenizer) for each in inputs]
@@ -49,9 +49,9 @@ def encode(inputs: Any, tokenizer: PreTrainedTokenizerBase | None, attention_mas
 def _row(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     if isinstance(prompt, Tensor) and prompt.dim() == 1:
         return _from_tensor(prompt)[0]
-    if _is_ids(prompt):
+    if is_ids(prompt):
         return [int(each) for each in prompt]
-    if not isinstance(prompt, str) and not _is_chat(prompt):
+    if not isinstance(prompt, str) and not is_chat(prompt):
         raise InputError(f"got {_shown(prompt)} as prompt; {_EXPECTED}.")
     if tokenizer is None:
         raise InputError(
@@ -113,7 +113,8 @@ def _unpadded(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
     ]
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Whether `value` is a list of chat messages."""
     return (
         isinstance(value, Sequence)
         and len(value) > 0
@@ -121,7 +122,8 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
+    """Whether `value` is a list of token ids."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, (str, bytes))

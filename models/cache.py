@@ -5,7 +5,7 @@ rows of different lengths need no padding on the left, a draft is written over b
 one number per row. Sliding-window layers keep all positions too (the mask hides the old ones): a ring buffer that has
 wrapped cannot be rolled back.
 
-The capacity is fixed for the cache's life. The caller states it; nothing grows by copying.
+The caller states the capacity; nothing grows by itself. A text that outgrows it is given more by a copy (`resize`).
 
 Beside keys and values it can keep hidden states, by position as well: those behind some blocks of the model, for who
 drafts from them. And it can hold entries of further blocks, that are no part of the model: their books are their own.
@@ -37,6 +37,7 @@ class KVCache:
             them; those that were asked for.
     """
 
+    @torch.inference_mode(False)  # whoever writes to it later may not be in inference mode
     def __init__(
         self,
         *,
@@ -65,11 +66,7 @@ class KVCache:
             }
         except RuntimeError as error:  # torch's out of memory, on CPU and CUDA
             numbers = 2 * len(devices) * kv_heads * head_dim + sum(size for size, _ in (kept_states or {}).values())
-            gigabytes = batch * capacity * numbers * dtype.itemsize / 1e9
-            raise DecodingError(
-                f"got no memory for a cache of {batch} row(s) of {capacity:,} positions, {gigabytes:.1f} GB. "
-                "Lower max_new_tokens, shorten the prompt, or decode fewer rows at once."
-            ) from error
+            raise _no_memory(batch, capacity, numbers * dtype.itemsize) from error
         self.keys = [entries[:, :kv_heads] for entries in self._entries]
         self.values = [entries[:, kv_heads:] for entries in self._entries]
         self.capacity = capacity
@@ -83,6 +80,62 @@ class KVCache:
             held.zero_()
         self.lengths = [0] * len(self.lengths)
         self._exact[:] = 0
+
+    def wipe(self) -> None:
+        """Zero the slots behind the committed ones, after a pass that failed may have left what is not finite there."""
+        for row, length in enumerate(self.lengths):
+            for entries in self._entries:
+                entries[row, :, length:] = 0
+            for states in self.states.values():
+                states[row, length:] = 0
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def resize(self, capacity: int) -> None:
+        """Move all that is committed to new memory for `capacity` positions, block by block; the rest is zeros.
+
+        If it fails, the cache is void.
+
+        Raises:
+            DecodingError: there is no memory for it.
+        """
+        longest = max(self.lengths)
+        assert longest <= capacity, f"{longest} committed positions for a capacity of {capacity}"
+        a_position = self.nbytes // (len(self.lengths) * self.capacity)
+        try:
+            for index, entries in enumerate(self._entries):
+                self._entries[index] = entries.new_zeros((*entries.shape[:2], capacity, entries.shape[3]))
+                self._entries[index][:, :, :longest] = entries[:, :, :longest]
+            for behind, states in self.states.items():
+                self.states[behind] = states.new_zeros((len(states), capacity, states.shape[2]))
+                self.states[behind][:, :longest] = states[:, :longest]
+        except RuntimeError as error:
+            raise _no_memory(len(self.lengths), capacity, a_position) from error
+        kv_heads = self.keys[0].shape[1]
+        self.keys = [entries[:, :kv_heads] for entries in self._entries]
+        self.values = [entries[:, kv_heads:] for entries in self._entries]
+        self.capacity = capacity
+
+    def copied(self, capacity: int) -> KVCache:
+        """All that is committed in a cache of its own, for `capacity` positions; errors as in `resize`."""
+        other = copy(self)
+        other._entries, other.states = list(self._entries), dict(self.states)
+        other.lengths, other._exact = list(self.lengths), self._exact.copy()
+        other.resize(capacity)
+        return other
+
+    def take(self, other: KVCache, begin: int = 0) -> None:
+        """Hold what `other` has committed, which is known to be the same before the position `begin`.
+
+        `other` may have further blocks and states, or lack some.
+        """
+        end = max(other.lengths)
+        for own, its in zip(self._entries, other._entries, strict=False):
+            own[:, :, begin:end] = its[:, :, begin:end]
+        for behind in self.states.keys() & other.states.keys():
+            self.states[behind][:, begin:end] = other.states[behind][:, begin:end]
+        self._exact[:] = other.lengths
+        self.lengths = list(other.lengths)
 
     @property
     def entries(self) -> Sequence[Tensor]:
@@ -170,3 +223,11 @@ class KVCache:
         for tensor in self._entries:
             for row, length in enumerate(self.lengths):
                 assert tensor[row, :, :length].isfinite().all(), f"row {row} holds values that are not finite"
+
+
+def _no_memory(batch: int, capacity: int, bytes_a_position: int) -> DecodingError:
+    return DecodingError(
+        f"got no memory for a cache of {batch} row(s) of {capacity:,} positions, "
+        f"{batch * capacity * bytes_a_position / 1e9:.1f} GB. "
+        "Lower max_new_tokens, shorten the prompt, or decode fewer rows at once."
+    )

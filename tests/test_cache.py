@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from layerskip.errors import DecodingError
 from layerskip.models.cache import KVCache
 from layerskip.models.span import Span
 
@@ -226,3 +227,78 @@ def test_size_in_bytes(dtype, width):
     cache = new_cache(batch=2, dtype=dtype)
     assert cache.nbytes == 2 * BLOCKS * 2 * KV_HEADS * CAPACITY * HEAD_DIM * width
     assert {tensor.dtype for tensor in (*cache.keys, *cache.values)} == {dtype}
+
+
+class TestCopies:
+    """More room, a cache of one's own, and what another has read."""
+
+    @staticmethod
+    def filled(capacity: int = CAPACITY) -> KVCache:
+        """Two rows that hold five positions and three, with a state; what is not committed is not finite."""
+        cache = KVCache(
+            batch=2, capacity=capacity, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32,
+            devices=[CPU] * (BLOCKS + 1), further_blocks=1, kept_states={2: (HEAD_DIM, CPU)},
+        )  # fmt: skip
+        for held in (*cache.entries, *cache.states.values()):
+            held.uniform_()
+        run_pass(cache, [0, 0], 5)
+        cache.commit([5, 3])
+        return cache
+
+    @pytest.mark.parametrize("capacity", [5, 12, 40])
+    def test_resized(self, capacity):
+        cache = self.filled()
+        before = [each.clone() for each in (*cache.keys, *cache.values, *cache.states.values())]
+        cache.resize(capacity)
+        for own, old in zip((*cache.keys, *cache.values, *cache.states.values()), before, strict=True):
+            assert own.shape[-2] == capacity
+            assert torch.equal(own[..., :5, :], old[..., :5, :]) and not own[..., 5:, :].any()
+        assert (cache.capacity, cache.lengths) == (capacity, [5, 3])
+        cache.check()
+        if capacity > 5:
+            run_pass(cache, [5, 3], 1)
+            assert cache.keys[0][0, :, 5].eq(1).all() and cache.values[0][1, :, 3].eq(1).all()
+
+    def test_what_is_committed_must_fit(self):
+        with pytest.raises(AssertionError, match="5 committed positions for a capacity of 4"):
+            self.filled().resize(4)
+
+    def test_a_copy_shares_nothing(self):
+        cache = self.filled()
+        other = cache.copied(7)
+        assert (cache.capacity, other.capacity) == (CAPACITY, 7)
+        run_pass(other, [5, 3], 2)
+        other.commit([6, 5])
+        assert cache.lengths == [5, 3]
+        cache.check()
+        own = {each.untyped_storage().data_ptr() for each in (*cache.entries, *cache.states.values())}
+        assert not own & {each.untyped_storage().data_ptr() for each in (*other.entries, *other.states.values())}
+
+    def test_wiping_leaves_what_is_committed(self):
+        cache = self.filled()
+        before = [each.clone() for each in (*cache.entries, *cache.states.values())]
+        for each in (*cache.entries, *cache.states.values()):
+            each[0, ..., 5:, :] = each[1, ..., 3:, :] = float("nan")
+        cache.wipe()
+        for own, old in zip((*cache.entries, *cache.states.values()), before, strict=True):
+            for row, length in enumerate((5, 3)):
+                assert torch.equal(own[row, ..., :length, :], old[row, ..., :length, :])
+                assert not own[row, ..., length:, :].any()
+
+    def test_taking_what_another_holds(self):
+        cache, other = new_cache(2), self.filled(40)
+        cache.take(other)
+        cache.check()
+        assert cache.lengths == [5, 3]
+        for own, its in zip(cache.entries, other.entries, strict=False):
+            assert torch.equal(own[:, :, :5], its[:, :, :5])
+        with torch.no_grad():
+            other.entries[0].fill_(7)
+        cache.take(other, begin=4)
+        assert not cache.entries[0][:, :, :4].eq(7).any() and cache.entries[0][:, :, 4].eq(7).all()
+
+    def test_no_memory(self):
+        with pytest.raises(
+            DecodingError, match=r"got no memory for a cache of 2 row\(s\) of 10,000,000,000,000 positions"
+        ):
+            self.filled().resize(10**13)

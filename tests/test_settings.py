@@ -47,7 +47,7 @@ class TestPrecedence:
             "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "epsilon_cutoff": 0.1,
             "eta_cutoff": 0.1, "repetition_penalty": 2.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[3]],
             "suppress_tokens": [3], "eos_token_id": 2, "pad_token_id": 0, "stop_strings": ["a"], "max_time": 1.0,
-            "num_return_sequences": 2,
+            "num_return_sequences": 2, "prefill_chunk_size": 8, "output_scores": True, "output_logits": True,
         }  # fmt: skip
         assert set(on) == set(NAMES)
         off = {
@@ -56,6 +56,8 @@ class TestPrecedence:
             "eos_token_id": (),
             "stop_strings": (),
             "num_return_sequences": 1,
+            "output_scores": False,
+            "output_logits": False,
         }
         own = GenerationConfig()
         setattr(own, name, on[name])
@@ -211,6 +213,9 @@ BAD_VALUES = {
     "stop_strings": ("", [""], [3], 5, [None]),
     "max_time": (0, -1.0, math.nan, math.inf, "1s"),
     "num_return_sequences": (0, -1, 1.5, "2"),
+    "prefill_chunk_size": (0, -1, 1.5, "2"),
+    "output_scores": (1, "yes"),
+    "output_logits": (1, "yes"),
 }
 
 
@@ -254,10 +259,9 @@ class TestRefused:
         "encoder_no_repeat_ngram_size": 2, "forced_bos_token_id": 3, "forced_eos_token_id": 3,
         "remove_invalid_values": True, "renormalize_logits": True, "exponential_decay_length_penalty": (3, 1.1),
         "begin_suppress_tokens": [3], "token_healing": True, "top_h": 0.4,
-        "output_scores": True, "output_logits": True, "output_attentions": True, "output_hidden_states": True,
+        "output_attentions": True, "output_hidden_states": True,
         "constraints": [1], "force_words_ids": [[3]], "low_memory": True, "speculation_type": "x", "use_mtp": True,
         "watermarking_config": {"bias": 2.0}, "assistant_ensemble_weight": 0.5, "decoder_start_token_id": 3,
-        "prefill_chunk_size": 8,
     }  # fmt: skip
     # Fields that act on speed, beams or assistants: without a word in a config, where checkpoints carry them along.
     HARMLESS = {

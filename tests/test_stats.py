@@ -110,6 +110,7 @@ def test_two_calls_do_not_share_their_counts():
 def test_dictionary_is_all_counts_times_and_rates_for_json(stats):
     assert json.loads(json.dumps(stats.to_dict())) == {
         "prompt_tokens": 10,
+        "reused_tokens": 0,
         "new_tokens": 9,
         "rounds": 4,
         "round_tokens": 8,

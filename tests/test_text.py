@@ -113,6 +113,11 @@ PLANS = {
 }
 
 
+def engine_of(stream):
+    """What decodes as the stream is read."""
+    return stream._make_result.args[1]
+
+
 class TestStream:
     @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
     @pytest.mark.parametrize("text", [text for text in TEXTS if text])
@@ -158,10 +163,10 @@ class TestStream:
         """Catches a stream that first decodes everything: nothing runs that was not asked for."""
         model = wrap(agreeing_model("llama"), character_tokenizer())
         stream = model.stream(prompt(), max_new_tokens=50, eos_token_id=None)
-        assert stream._engine.stats.new_tokens == 0
+        assert engine_of(stream).stats.new_tokens == 0
         for number in range(1, 5):
             next(stream)
-            assert stream._engine.stats.new_tokens == number
+            assert engine_of(stream).stats.new_tokens == number
 
     def test_the_result_of_a_half_read_stream_is_the_whole(self):
         model = wrap(agreeing_model("llama"), character_tokenizer())
@@ -179,13 +184,13 @@ class TestStream:
         options = {"plan": plan, "max_new_tokens": 20, "eos_token_id": None}
         stream = model.stream(prompt(), **options)
         read = [next(stream) for _ in range(pieces)]
-        decoded = stream._engine.stats.new_tokens
+        decoded = engine_of(stream).stats.new_tokens
         stream.close()
         assert list(stream) == []
         assert stream.result.text == "".join(read)
         assert stream.result.finish_reasons == ["closed"]
         assert stream.result.new_token_ids == [model.generate(prompt(), **options).new_token_ids[0][:pieces]]
-        assert stream._engine.stats.new_tokens == decoded
+        assert engine_of(stream).stats.new_tokens == decoded
 
     def test_an_error_comes_again_with_the_result(self):
         """Catches a stream that passes for complete after it broke."""

@@ -38,6 +38,7 @@ class DraftContext:
         confidence_threshold: a row stops drafting *behind* a token whose raw probability is below this. (To drop the
             token itself unverified would bias the output.)
         vocab_size: of the target.
+        chunk: most tokens of a row that are read in one pass; None: all.
     """
 
     sampler: Sampler
@@ -45,13 +46,17 @@ class DraftContext:
     eos_ids: frozenset[int]
     confidence_threshold: float
     vocab_size: int
+    chunk: int | None = None
 
 
 class Drafter(Protocol):
     """Proposes the next tokens."""
 
     def begin(self, state: DecodeState) -> None:
-        """Take note of the prompts in `state`, before the target has read them."""
+        """Take note of the prompts in `state`, before the target has read them.
+
+        What was read of them in an earlier call stands in ``state.readings``, where a later call will look for it.
+        """
         ...
 
     def outlook(self, state: DecodeState) -> Sequence[int | None]:

@@ -22,6 +22,7 @@ from layerskip.drafters.base import DraftContext, GoesOn, draft_chain, draft_ste
 from layerskip.models.adapter import Adapter
 from layerskip.models.decoder import Decoder, Forward, Step
 from layerskip.models.span import Span
+from layerskip.reading import Reading, read
 from layerskip.state import DecodeState
 
 __all__ = ["SelfDrafter", "count_exact_blocks"]
@@ -63,7 +64,8 @@ class SelfDrafter:
 
     def begin(self, state: DecodeState) -> None:
         """The prompt runs through the full model into the cache that is shared; the adapter reads it when it drafts."""
-        self._held = [0] * state.batch  # positions of each row that the adapter has read as the model left them
+        # Positions of each row that the adapter has read as the model left them.
+        self._reading = state.readings.setdefault(self._adapter, Reading([0] * state.batch))
 
     def outlook(self, state: DecodeState) -> Sequence[int | None]:
         """Nothing is known before; a row can always draft."""
@@ -89,7 +91,7 @@ class SelfDrafter:
 
         outputs: list[Tensor] = []
         draft = draft_chain(next_logits, self.context, state, limits, goes_on, self._head.vocabulary)
-        self._held = list(state.lengths)
+        self._reading.held = list(state.lengths)
         if not self.exact_blocks:
             return draft
         return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)
@@ -109,7 +111,8 @@ class SelfDrafter:
             hidden = self.decoder.run(self.decoder.embed(token_ids, span), path, state.cache, span)
             if offset == 0:  # read again up to the newest token, as many as there can be that were not read before
                 starts = (newest + 1 - _MOST_LAG).clamp(min=0)
-                hidden = self._read(state, self._adapter, self.decoder.span(starts, _MOST_LAG, visible), newest)
+                hidden = self._read(state, self._adapter, self.decoder.span(starts, _MOST_LAG, visible))
+                hidden = hidden[state.rows, newest - starts].unsqueeze(1)
             else:
                 hidden = self._adapter.run(hidden, outputs[-1], state.cache, span)
             outputs.append(hidden)
@@ -119,7 +122,7 @@ class SelfDrafter:
 
     def note_steps(self, state: DecodeState) -> None:
         """See `Recordable.note_steps`."""
-        self._held = list(state.lengths)
+        self._reading.held = list(state.lengths)
 
     def _step(self, state: DecodeState, span: Span) -> tuple[Tensor, Tensor]:
         """Run the token at `span`: the hidden states behind the exact blocks, and behind the path."""
@@ -134,22 +137,25 @@ class SelfDrafter:
         After a prompt, and now and then where nothing is drafted: that is not to count as the time of a draft.
         """
         ends = [length - 1 for length in state.lengths]  # the newest token's own states are not known yet
-        if self._adapter is not None and max(map(sub, ends, self._held)) > _MOST_LAG:
+        if self._adapter is not None and max(map(sub, ends, self._reading.held)) > _MOST_LAG:
             self._catch_up(state, self._adapter, ends)
-            self._held = ends
+            self._reading.held = ends
 
     def _catch_up(self, state: DecodeState, adapter: Adapter, ends: Sequence[int]) -> Tensor:
         """Let the adapter read each row's positions from where it was up to `ends`; its output behind the last of each.
 
         Rows that lag less than others read beyond their end: void, and written over before it is read.
         """
-        width = max(map(sub, ends, self._held))
-        starts = [max(0, min(held, state.cache.capacity - width)) for held in self._held]
-        last = torch.tensor(ends, device=self.decoder.device) - 1
-        return self._read(state, adapter, self.decoder.span(starts, width), last)
+        width = max(map(sub, ends, self._reading.held))
+        starts = [max(0, min(held, state.cache.capacity - width)) for held in self._reading.held]
 
-    def _read(self, state: DecodeState, adapter: Adapter, span: Span, last: Tensor) -> Tensor:
-        """Let the adapter read the positions of `span`: its output at `last` (batch,) of them, (batch, 1, hidden)."""
+        def run(starts: Sequence[int], tokens: int) -> Tensor:
+            return self._read(state, adapter, self.decoder.span(starts, tokens))
+
+        return read(run, starts, ends, self.context.chunk)
+
+    def _read(self, state: DecodeState, adapter: Adapter, span: Span) -> Tensor:
+        """Let the adapter read the positions of `span` as the model left them: its outputs, (batch, tokens, hidden)."""
         cache, exit_layer = state.cache, adapter.spec.exit_layer
         if exit_layer:
             entry = cache.states[exit_layer][span.rows, span.positions]
@@ -159,5 +165,4 @@ class SelfDrafter:
         if adapter.spec.reads_state:
             states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
             before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
-        hidden = adapter.run(entry, before, cache, span)
-        return hidden[state.rows, last - span.positions[:, 0]].unsqueeze(1)
+        return adapter.run(entry, before, cache, span)

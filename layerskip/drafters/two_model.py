@@ -13,7 +13,9 @@ from torch import Tensor
 
 from layerskip.draft import Draft, empty_draft
 from layerskip.drafters.base import DraftContext, GoesOn, draft_chain
+from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
+from layerskip.reading import Reading, read
 from layerskip.state import DecodeState
 
 __all__ = ["ModelDrafter"]
@@ -29,12 +31,24 @@ class ModelDrafter:
 
     def begin(self, state: DecodeState) -> None:
         """Read the prompts."""
-        self.cache = self.decoder.new_cache(state.batch, state.cache.capacity)
-        self._held = [0] * state.batch  # positions of each row whose entries belong to its committed tokens
+        # Out of the readings while it is given more room: if that fails, nobody is to find it again.
+        self._reading = state.readings.pop(self.decoder, Reading([0] * state.batch))
+        if self._reading.cache is None:
+            self._reading.cache = self.decoder.new_cache(state.batch, state.cache.capacity)
+        self.cache.commit(self._reading.held)
+        if self.cache.capacity < state.cache.capacity:
+            self.cache.resize(state.cache.capacity)
+        state.readings[self.decoder] = self._reading
         if max(state.lengths) <= self.decoder.max_positions:
-            self._feed(state, self._held, state.lengths)
-            self._held = list(state.lengths)
-        self.cache.commit(self._held)
+            self._feed(state, self._reading.held, state.lengths)
+            self._reading.held = list(state.lengths)
+        self.cache.commit(self._reading.held)
+
+    @property
+    def cache(self) -> KVCache:
+        """Keys and values of the smaller model."""
+        assert self._reading.cache is not None
+        return self._reading.cache
 
     def outlook(self, state: DecodeState) -> Sequence[int | None]:
         """Nothing is known before; a row can draft while this model has positions left."""
@@ -49,18 +63,22 @@ class ModelDrafter:
 
         def next_logits(offset: int) -> Tensor:
             ends = [length + offset for length in state.lengths]
-            return self._feed(state, self._held if offset == 0 else [end - 1 for end in ends], ends)
+            return self._feed(state, self._reading.held if offset == 0 else [end - 1 for end in ends], ends)
 
         draft = draft_chain(next_logits, self.context, state, limits, goes_on)
         # Where nothing was to be drafted the chain's tokens may be written over by another drafter's.
         fed = draft.tokens.shape[1]
-        self._held = [length - 1 + (fed if limit else 1) for length, limit in zip(state.lengths, limits, strict=True)]
+        self._reading.held = [
+            length - 1 + (fed if limit else 1) for length, limit in zip(state.lengths, limits, strict=True)
+        ]
         return draft
 
     def observe(self, state: DecodeState) -> None:
         """Keep what was fed and stands."""
-        self._held = [min(held, length - 1) for held, length in zip(self._held, state.lengths, strict=True)]
-        self.cache.commit(self._held)
+        self._reading.held = [
+            min(held, length - 1) for held, length in zip(self._reading.held, state.lengths, strict=True)
+        ]
+        self.cache.commit(self._reading.held)
 
     def _feed(self, state: DecodeState, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Run tokens ``starts[row] … ends[row] - 1`` and return the logits behind each row's last: (batch, 1, vocab).
@@ -70,15 +88,16 @@ class ModelDrafter:
         width = max(end - start for start, end in zip(starts, ends, strict=True))
         # A row near the end of the cache begins earlier, with tokens that it holds already, if others lag far behind.
         starts = [max(0, min(start, self.cache.capacity - width)) for start in starts]
-        counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        span = self.decoder.span(starts, width)
-        positions = span.positions.clamp(max=state.token_ids.shape[1] - 1)
-        # An id that this model lacks (padding of a larger vocabulary) may still be the target's choice.
-        token_ids = state.token_ids.gather(1, positions).clamp(max=self.decoder.vocab_size - 1)
-        hidden = self.decoder.embed(token_ids.to(self.decoder.device), span)
-        hidden = self.decoder.run(hidden, self.decoder.full_path, self.cache, span)
-        last = torch.tensor(counts, device=hidden.device) - 1
-        logits = self.decoder.logits(hidden[state.rows, last].unsqueeze(1))
+
+        def run(starts: Sequence[int], tokens: int) -> Tensor:
+            span = self.decoder.span(starts, tokens)
+            positions = span.positions.clamp(max=state.token_ids.shape[1] - 1)
+            # An id that this model lacks (padding of a larger vocabulary) may still be the target's choice.
+            token_ids = state.token_ids.gather(1, positions).clamp(max=self.decoder.vocab_size - 1)
+            hidden = self.decoder.embed(token_ids.to(self.decoder.device), span)
+            return self.decoder.run(hidden, self.decoder.full_path, self.cache, span)
+
+        logits = self.decoder.logits(read(run, starts, ends, self.context.chunk))
         return self._fit(logits)
 
     def _fit(self, logits: Tensor) -> Tensor:

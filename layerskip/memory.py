@@ -1,0 +1,101 @@
+"""What one call has read of a text, for the next call that goes on from there.
+
+It is only a cache, known by the tokens that it holds: of any text that begins with the same tokens, so much need not be
+read again. Whoever keeps it may change the text as he likes; what is read is always what a fresh call would read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from layerskip.models.adapter import Adapter
+from layerskip.models.cache import KVCache
+from layerskip.models.decoder import Decoder
+from layerskip.reading import Reading
+
+__all__ = ["Memory", "common_length", "new_cache"]
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | None) -> KVCache:
+    """An empty cache, with room for what `adapter` needs; errors as in `KVCache`."""
+    needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
+    return decoder.new_cache(batch, capacity, *needs)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The text of one row as far as it was read.
+
+    Whoever uses it gives it away: a call writes into the cache (`resume`), and leaves another behind (`settled`).
+
+    Attributes:
+        token_ids: those whose keys and values the cache holds; in a call that is running, the text as it grows.
+        cache: None: nothing was read.
+        readings: see `DecodeState`.
+        adapter: whose entries and states the cache has room for, too.
+        weights: that the model had (`Decoder.weights_state`).
+    """
+
+    token_ids: Sequence[int] = ()
+    cache: KVCache | None = None
+    readings: Mapping[object, Reading] = field(default_factory=dict)
+    adapter: Adapter | None = None
+    weights: Hashable = None
+
+    def resume(self, decoder: Decoder, prompt: Sequence[int], capacity: int, adapter: Adapter | None) -> Memory:
+        """What a call can use of it: a cache for `capacity` positions that holds as much of `prompt` as is known.
+
+        The last token is read in any case: what follows it is not remembered. Trained blocks that have not followed
+        the text from its beginning need the whole of it again, and so does a model whose weights were changed.
+
+        Args:
+            adapter: trained blocks that the call runs.
+
+        Raises:
+            DecodingError: there is no memory for the cache.
+        """
+        cache, weights = self.cache, decoder.weights_state()
+        if cache is None or weights != self.weights or adapter not in (None, self.adapter):
+            return Memory(cache=new_cache(decoder, 1, capacity, adapter), adapter=adapter, weights=weights)
+        held = min(common_length(self.token_ids, prompt), len(prompt) - 1)
+        cache.commit([held])
+        if cache.capacity < capacity:  # doubling: a text that grows is copied a logarithmic number of times
+            cache.resize(max(capacity, min(2 * cache.capacity, decoder.max_positions)))
+        readings = {who: replace(each, held=[min(each.held[0], held)]) for who, each in self.readings.items()}
+        return replace(self, token_ids=prompt[:held], readings=readings)
+
+    def shared_by(self, adapter: Adapter | None) -> int:
+        """Up to which position the cache holds what the model, and `adapter`, make of the text."""
+        reading = self.readings.get(adapter) if adapter is not None else Reading([len(self.token_ids)])
+        return 0 if reading is None else min(len(self.token_ids), *reading.held)
+
+    def settled(self, is_whole: bool) -> Memory:
+        """What is known after the call.
+
+        Args:
+            is_whole: the call went to its end.
+        """
+        caches = [
+            cache for cache in (self.cache, *(each.cache for each in self.readings.values())) if cache is not None
+        ]
+        if not is_whole:
+            for cache in caches:
+                cache.wipe()
+        held = 0 if self.cache is None else self.cache.lengths[0]
+        return replace(self, token_ids=self.token_ids[:held])
+
+    def copied(self) -> Memory:
+        """The same in tensors of its own, no larger than they need be."""
+        readings = {
+            who: Reading(list(each.held), each.cache and each.cache.copied(max(1, *each.cache.lengths)))
+            for who, each in self.readings.items()
+        }
+        cache = self.cache and self.cache.copied(max(1, len(self.token_ids)))
+        return replace(self, cache=cache, readings=readings)
