@@ -23,6 +23,7 @@ from layerskip.search.measuring import measure_costs
 from layerskip.search.report import write_report
 from layerskip.search.samplers import SAMPLERS, make_sampler
 from layerskip.search.space import Space
+from layerskip.search.storage import close_storage, open_storage
 from layerskip.search.trained import TrainedPath, load_trained
 from tests.checkpoints import save_tiny
 from tests.special_models import agreeing_model, likely_adapter
@@ -254,6 +255,20 @@ def test_studies_and_costs_from_before_there_were_any() -> None:
     assert old == uniform_costs(NUM_LAYERS)
     with pytest.raises(SearchError, match="trained path aa, and costs of none"):
         old.draft_s(Candidate((), (), 0, None, "aa"))
+
+
+def test_a_study_from_before_there_were_any(model: layerskip.Model, jump: Path, tmp_path: Path) -> None:
+    search(model, [], 1, storage=tmp_path / "trials.db")
+    opened = open_storage(tmp_path / "trials.db")
+    study = optuna.load_study(study_name="layerskip", storage=opened)
+    study.set_user_attr(
+        "made_for", {key: each for key, each in study.user_attrs["made_for"].items() if key != "trained"}
+    )
+    close_storage(opened)
+    assert len(search(model, [], 2, storage=tmp_path / "trials.db").trials) == 2
+    assert load_result(tmp_path / "trials.db", "layerskip").best.candidate.trained is None
+    with pytest.raises(SearchError, match="another set of trained paths"):
+        search(model, [jump], 3, storage=tmp_path / "trials.db", costs=None)
 
 
 def test_costs_are_put_together() -> None:

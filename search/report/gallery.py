@@ -59,8 +59,9 @@ def _path(result: SearchResult) -> Picture:
     return _picture(
         "draft-layers",
         "The chosen draft, layer by layer",
-        "Every layer is an attention and an MLP. A draft goes through them from left to right; then the final norm "
-        "and the scoring of the vocabulary follow. The check runs all of them.",
+        "Every layer is an attention and an MLP. A draft goes through them from left to right; then "
+        f"{'' if draft.trained is None else 'the trained blocks, '}the final norm and the scoring of the vocabulary "
+        "follow. The check runs all of them.",
         f"The model's {layers} layers in two rows, attention and MLP: {skipped}, {end}.",
         "",
         lambda: draw_path(draft, layers),
@@ -82,7 +83,7 @@ def _importance(result: SearchResult) -> Picture:
             "",
             lambda: draw_heat(measured, chosen(result), "drafts kept with this sub-block alone left out"),
         )
-    complete = ranked(result.trials)
+    complete = [each for each in ranked(result.trials) if each.candidate.trained is None]
     best = complete[: math.ceil(len(complete) / 10)]
     layers = num_layers(result)
     skipped = [trial.candidate.skipped(layers) for trial in best]

@@ -232,7 +232,7 @@ def describe_training(plan: DraftPlan) -> str:
         f"trained by {run['made_by']}" if run.get("made_by") else "",
         str(run.get("made_at") or ""),
         _of(settings, "tokens", "on {:,} tokens"),
-        f"of the texts {texts['digest']}" if texts and texts.get("digest") else "",
+        f"from the texts {texts['digest']}" if texts and texts.get("digest") else "",
         _of(run, "seconds", "in {:,.0f} s"),
     ]
     return ", ".join(filter(None, known))
