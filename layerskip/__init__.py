@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from layerskip.governor.costs import CostRatios
+    from layerskip.in_transformers import custom_generate
     from layerskip.plan import DraftPlan
     from layerskip.result import GenerationResult
     from layerskip.stats import DecodeStats
@@ -47,6 +48,7 @@ __all__ = [
     "StreamPiece",
     "UnknownSettingError",
     "UnsupportedModelError",
+    "custom_generate",
     "load",
     "wrap",
 ]
@@ -56,6 +58,7 @@ __all__ = [
 _MODULES = {
     "api": ("Model", "load", "wrap"),
     "governor.costs": ("CostRatios",),
+    "in_transformers": ("custom_generate",),
     "plan": ("DraftPlan",),
     "result": ("GenerationResult",),
     "stats": ("DecodeStats",),

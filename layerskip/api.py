@@ -107,7 +107,11 @@ class Model:
         if not isinstance(hf_model, PreTrainedModel):
             raise UnsupportedModelError(
                 f"got a {type(hf_model).__name__}; expected a transformers model (PreTrainedModel). "
-                "For a path or hub id use layerskip.load."
+                + (
+                    "Pass model.get_base_model(), which holds the LoRA layers, or merge them (merge_and_unload)."
+                    if hasattr(hf_model, "get_base_model")
+                    else "For a path or hub id use layerskip.load."
+                )
             )
         self._hf_model = hf_model
         self.tokenizer = tokenizer
@@ -195,7 +199,10 @@ class Model:
         """
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise InputError(f"got streamer={streamer!r}; expected a transformers streamer, with put() and end().")
-        request = self.check(inputs, **options)
+        return self.decode(self.check(inputs, **options), streamer)
+
+    def decode(self, request: Request, streamer: Any = None) -> GenerationResult:
+        """Decode a checked call to the end; `streamer` as in `generate`."""
         if streamer is not None:
             _refuse_streamed_batch(request)
         engine, commits = self.engine(request), []
