@@ -19,6 +19,7 @@ from layerskip.models.linears import Linears
 from layerskip.models.norms import norm
 from layerskip.models.rotary import rotate_
 from layerskip.models.span import Span
+from layerskip.models.stored import device_of
 
 __all__ = ["Block"]
 
@@ -38,7 +39,7 @@ class Block:
         self.index = index
         self.window = window
         self.heads, self.kv_heads, self.head_dim = geometry.num_heads, geometry.kv_heads, geometry.head_dim
-        self.device: torch.device = next(get(family.query).parameters()).device
+        self.device: torch.device = device_of(get(family.query))
         self.attention_norm = norm(get(family.attention_norm))
         self.qkv = Linears(*(get(name) for name in (family.query, family.key, family.value)))
         self.output = Linears(get(family.output))

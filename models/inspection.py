@@ -18,6 +18,7 @@ from layerskip.models.checkpoint_files import explained, locate
 from layerskip.models.decoder import Step
 from layerskip.models.families import Family, family_of, geometry_of, sliding_windows
 from layerskip.models.loading import parse_dtype, quiet, read_config
+from layerskip.models.stored import count_values
 
 __all__ = ["Inspection", "inspect_checkpoint", "inspect_model"]
 
@@ -119,11 +120,11 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
         dtype=str(next(embedding.parameters()).dtype).removeprefix("torch."),
         rope=dict(getattr(config, "rope_parameters", None) or {}),
         windows=tuple(sliding_windows(config)),
-        attention_parameters=tuple(_count(layer) - _count_mlp(layer, family) for layer in layers),
+        attention_parameters=tuple(count_values(layer) - _count_mlp(layer, family) for layer in layers),
         mlp_parameters=tuple(_count_mlp(layer, family) for layer in layers),
-        embedding_parameters=_count(embedding),
-        head_parameters=_count(head) + _count(model.get_submodule(family.final_norm)),
-        tied=head.weight is embedding.weight,
+        embedding_parameters=count_values(embedding),
+        head_parameters=count_values(head) + count_values(model.get_submodule(family.final_norm)),
+        tied=getattr(head, "weight", head) is embedding.weight,
     )
 
 
@@ -150,11 +151,7 @@ def inspect_checkpoint(
     return inspect_model(model)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _count_mlp(layer: nn.Module, family: Family) -> int:
     """Parameters of the second sub-block: the MLP and the norm before it."""
     parts = {family.mlp_norm, *(name.split(".")[0] for name in (family.gate, family.up, family.down))}
-    return sum(_count(layer.get_submodule(name)) for name in parts)
+    return sum(count_values(layer.get_submodule(name)) for name in parts)

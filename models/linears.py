@@ -247,7 +247,8 @@ def _as_they_are(modules: Sequence[nn.Module]) -> _Form:
 
 
 def _is_direct(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and not is_intercepted(module)
+    # A quantiser may leave the module and put a tensor of its own kind into it (torchao).
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_intercepted(module)
 
 
 def versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
