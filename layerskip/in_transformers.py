@@ -98,15 +98,19 @@ def custom_generate(
 ) -> Tensor | CustomGenerateOutput:
     """Decode for transformers: ``hf_model.generate(**inputs, custom_generate=layerskip.custom_generate, plan=…)``.
 
-    The model is wrapped at its first call and again when it has changed; the wrapped one is kept as long as the model
-    lives. `generate` does not hand its own `tokenizer` and `streamer` to a function; bind them:
+    The model is wrapped at its first call, and again when its modules or weights were replaced; the wrapped one is kept
+    as long as the model lives, and ``layerskip.wrapped_models.wrapped_model(hf_model).prepare()`` makes it faster.
+    `generate` does not hand its own `tokenizer` and `streamer` to a function; bind them:
     ``custom_generate=functools.partial(layerskip.custom_generate, streamer=streamer)``.
+
+    The caller's processors and criteria are asked about one row at a time, with its padding. A row that a criterion
+    ends is padded from there on (transformers lets it run on to the last row's end if there is no end-of-text id).
 
     Args:
         input_ids: (batch, length), left-padded; it and the arguments up to `generation_config` come from `generate`.
         plan: as in `Model.generate`, and so are the further ones. None: as the config's `assistant_early_exit` or
             `prompt_lookup_num_tokens` say, or nothing is drafted.
-        stop_strings: need `tokenizer`.
+        stop_strings: of the call (those of a config transformers refuses here by itself); need `tokenizer`.
         synced_gpus: must not be true.
         model_kwargs: what `generate` has made for the model's forward.
 

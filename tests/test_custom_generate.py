@@ -368,6 +368,17 @@ class TestWrappedModels:
         after = compare(one(), DraftPlan.exit(2), model, eos_token_id=None)
         assert torch.equal(before, after) == (change == "cast")
 
+    def test_it_may_be_prepared(self):
+        """For copies of the weights; a change to them makes it a plain one again, and acts."""
+        model = copy.deepcopy(agreeing_model("llama"))
+        assert wrapped_model(model).prepare().fused == 8
+        compare(padded(), DraftPlan.exit(2), model)
+        assert wrapped_model(model).preparation.fused == 8
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight.neg_()
+        compare(padded(), DraftPlan.exit(2), model)
+        assert wrapped_model(model).preparation.fused == 0
+
     def test_a_checkpoints_own_settings_are_read_at_each_call(self):
         model = copy.deepcopy(agreeing_model("llama"))
         lengths = []
