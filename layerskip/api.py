@@ -110,7 +110,11 @@ class Model:
         if not isinstance(hf_model, PreTrainedModel):
             raise UnsupportedModelError(
                 f"got a {type(hf_model).__name__}; expected a transformers model (PreTrainedModel). "
-                "For a path or hub id use layerskip.load."
+                + (
+                    "Pass model.get_base_model(), which holds the LoRA layers, or merge them (merge_and_unload)."
+                    if hasattr(hf_model, "get_base_model")
+                    else "For a path or hub id use layerskip.load."
+                )
             )
         self._hf_model = hf_model
         self.tokenizer = tokenizer
@@ -197,7 +201,10 @@ class Model:
             LayerSkipError: one of its kinds, before the model has run, for whatever is wrong with the call.
         """
         check_streamer(streamer)
-        request = self.check(inputs, **options)
+        return self.decode(self.check(inputs, **options), streamer)
+
+    def decode(self, request: Request, streamer: Any = None) -> GenerationResult:
+        """Decode a checked call to the end; `streamer` as in `generate`."""
         if streamer is not None:
             _refuse_streamed_batch(request)
         return decode(request, self.engine(request), self.tokenizer, streamer)

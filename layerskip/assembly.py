@@ -94,7 +94,7 @@ def build_engine(
     room = max(limit - length for limit, length in zip(limits, lengths, strict=True))
     most = min(room, max((each.most for each in planned.values()), default=0))
     adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
-    processors = make_processors(settings, request.caller_processors, lengths, str(device))
+    processors = make_processors(settings, request.caller_processors, lengths, str(device), request.row_view)
     context = DraftContext(
         sampler=Sampler(processors, settings.do_sample),
         rule=make_rule(request.acceptance_rule, torch.tensor(request.seeds, device=device), settings.do_sample),
@@ -137,7 +137,9 @@ def build_engine(
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
             stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
             # Last: with it the clock of max_time begins to run.
-            stopping=make_stopping(settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions),
+            stopping=make_stopping(
+                settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions, request.row_view
+            ),
         )
     except BaseException:
         rounds.release()

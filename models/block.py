@@ -20,6 +20,7 @@ from layerskip.models.linears import Linears
 from layerskip.models.norms import norm
 from layerskip.models.rotary import rotate_, rotate_widely_
 from layerskip.models.span import Span
+from layerskip.models.stored import device_of
 
 __all__ = ["Block"]
 
@@ -39,7 +40,7 @@ class Block:
         """Read one layer: `get` returns its modules, or weights, by the names in `family`."""
         self.index, self.window, self._rotary = layer.index, layer.window, layer.rotary
         self.heads, self.kv_heads, self.head_dim = geometry.num_heads, geometry.kv_heads, geometry.head_dim
-        self.device: torch.device = next(get(family.qkv[0]).parameters()).device
+        self.device: torch.device = device_of(get(family.qkv[0]))
         self._is_parallel, self._residual_scale = family.parallel, numbers.residual_scale
         self.norms: list[Callable[[Tensor], Tensor]] = []
 

@@ -28,6 +28,7 @@ from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import Preparation, prepare_linears
 from layerskip.models.rotary import Rotary
 from layerskip.models.span import HiddenSlots, Span
+from layerskip.models.stored import device_of, plain_parts
 
 __all__ = ["Decoder", "Forward", "Head", "Step"]
 
@@ -100,7 +101,7 @@ class Decoder:
         take: Callable[[str], Any] = self._modules.take
         self.embedding, final_norm, head = take(family.embedding), take(family.final_norm), take(family.head)
         self.final_norm, self.full_head = norm(final_norm), Head(Linears(head))
-        self._norm_device, self._head_device = (next(each.parameters()).device for each in (final_norm, head))
+        self._norm_device, self._head_device = (device_of(each) for each in (final_norm, head))
         self.vocab_size, self.max_positions = geometry.vocab_size, geometry.max_positions
         self.group, self.kv_heads, self.head_dim = geometry.group, geometry.kv_heads, geometry.head_dim
         self.hidden_size = geometry.hidden_size
@@ -302,7 +303,8 @@ class Decoder:
         """Equal as long as nobody has written to the weights; but for those that are packed, where that is refused."""
         packed = {id(each) for group in self._linears if group.is_packed for module in group.modules
                   for each in module.parameters()}  # fmt: skip
-        return tuple(versions([each for each in self._modules.parameters if id(each) not in packed]))
+        return tuple(versions([part for each in self._modules.parameters if id(each) not in packed
+                               for part in plain_parts(each)]))  # fmt: skip
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -19,6 +19,7 @@ from layerskip.models.decoder import Step
 from layerskip.models.families import family_of, geometry_of, layers_of
 from layerskip.models.family import Family
 from layerskip.models.loading import parse_dtype, quiet, read_config
+from layerskip.models.stored import count_values
 
 __all__ = ["Inspection", "inspect_checkpoint", "inspect_model"]
 
@@ -130,15 +131,15 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
         rope=dict(rotary) if rotary and family.rotary else {},
         windows=tuple(each.window for each in described),
         rotated=tuple(each.rotary is not None for each in described),
-        attention_parameters=tuple(_count(layer) - _count_mlp(layer, family) for layer in layers),
+        attention_parameters=tuple(count_values(layer) - _count_mlp(layer, family) for layer in layers),
         mlp_parameters=tuple(_count_mlp(layer, family) for layer in layers),
         mlp_step_parameters=tuple(
             _count_mlp(layer, family) - _count_unchosen(layer, family, config) for layer in layers
         ),
-        embedding_parameters=_count(embedding),
+        embedding_parameters=count_values(embedding),
         position_parameters=model.get_parameter(family.positions).numel() if family.positions else 0,
-        head_parameters=_count(head) + _count(model.get_submodule(family.final_norm)),
-        tied=head.weight is embedding.weight,
+        head_parameters=count_values(head) + count_values(model.get_submodule(family.final_norm)),
+        tied=getattr(head, "weight", head) is embedding.weight,
     )
 
 
@@ -165,15 +166,11 @@ def inspect_checkpoint(
     return inspect_model(model)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _count_mlp(layer: nn.Module, family: Family) -> int:
     """Parameters of the second sub-block: the MLP and its norms, but for one that attention has too."""
     parts = {family.mlp_norm, family.mlp_out_norm, *(name.split(".")[0] for name in (*family.gate_up, family.down))}
     parts -= {None, family.attention_norm}
-    return sum(_count(layer.get_submodule(name)) for name in parts if name is not None)
+    return sum(count_values(layer.get_submodule(name)) for name in parts if name is not None)
 
 
 def _count_unchosen(layer: nn.Module, family: Family, config: Any) -> int:

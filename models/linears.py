@@ -255,8 +255,9 @@ def _as_they_are(modules: Sequence[nn.Module]) -> _Form:
 
 def _is_direct(module: nn.Module) -> TypeGuard[nn.Linear]:
     kind = type(module)
-    is_plain = kind is nn.Linear or (kind.__module__, kind.__name__) in _PLAIN_TOO
-    return is_plain and not is_intercepted(module)
+    is_linear = kind is nn.Linear or (kind.__module__, kind.__name__) in _PLAIN_TOO
+    # A quantiser may leave the module and put a tensor of its own kind into it (torchao).
+    return is_linear and type(module.weight) is nn.Parameter and not is_intercepted(module)
 
 
 def versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -157,6 +157,12 @@ def _placement(device: Device | None, device_map: DeviceMap | None) -> DeviceMap
 
 
 def _check_device(device: Device) -> None:
+    if str(device) in ("meta", "disk"):
+        raise SettingError(
+            f"got device {str(device)!r}, which cannot be used: every pass needs all weights. Expected one of those "
+            f"that torch finds here: {', '.join(_usable_devices())}. If they have no room, choose a smaller dtype or a "
+            "quantised checkpoint."
+        )
     try:
         _refuse_mps(torch.device(device))
         torch.zeros(1, device=device).item()  # .item(), because device "meta" takes everything else
