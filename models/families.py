@@ -38,6 +38,11 @@ _NORMS_IN_AND_OUT: dict[str, Any] = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 
+_BIDIRECTIONAL = Variant(
+    lambda config: getattr(config, "use_bidirectional_attention", False),
+    refused="bidirectional attention (use_bidirectional_attention), so it predicts no next token",
+)
+
 
 def _gemma_numbers(config: Any) -> Numbers:
     return Numbers(attention_scale=config.query_pre_attn_scalar**-0.5, logit_cap=config.final_logit_softcapping)
@@ -51,18 +56,14 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(
         **_NORMS_IN_AND_OUT,
         numbers=lambda config: replace(_gemma_numbers(config), attention_cap=config.attn_logit_softcapping),
+        variants=(_BIDIRECTIONAL,),
     ),
     "Gemma3ForCausalLM": Family(
         **_NORMS_IN_AND_OUT,
         **_NORMED_HEADS,
         rotary_kinds=lambda config: config.layer_types,
         numbers=_gemma_numbers,
-        variants=(
-            Variant(
-                lambda config: config.use_bidirectional_attention,
-                refused="bidirectional attention (use_bidirectional_attention), so it predicts no next token",
-            ),
-        ),
+        variants=(_BIDIRECTIONAL,),
     ),
     "Phi3ForCausalLM": Family(
         qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",), activation="mlp.activation_fn"

@@ -47,6 +47,16 @@ def agreeing_model(family: str, scale: float = 0.2) -> PreTrainedModel:
 
 
 @functools.cache
+def with_config(family: str, **changes: object) -> PreTrainedModel:
+    """The tiny model of that row with other values in its config."""
+    config = type(TINY_CONFIGS[family])(**(TINY_CONFIGS[family].to_dict() | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    return model.requires_grad_(False)
+
+
+@functools.cache
 def llama_with(*, max_positions: int = 160, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> PreTrainedModel:
     """The tiny Llama with another number of positions or ids."""
     changes = {"max_position_embeddings": max_positions, "vocab_size": vocab_size}

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     TextIteratorStreamer,
@@ -81,8 +81,8 @@ class TestLoadAndWrap:
             wrap(thing)
 
     def test_wrapping_an_architecture_without_a_row(self):
-        other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=9))
-        with pytest.raises(UnsupportedModelError, match=r"'GPT2LMHeadModel'; supported are LlamaFor.*To add one"):
+        other = GPTJForCausalLM(GPTJConfig(n_layer=1, n_head=1, n_embd=8, rotary_dim=4, vocab_size=9))
+        with pytest.raises(UnsupportedModelError, match=r"'GPTJForCausalLM'; supported are .*LlamaFor.*To add one"):
             wrap(other)
 
     def test_everything_public_is_named(self):

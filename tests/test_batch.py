@@ -18,7 +18,7 @@ PLANS = {
     "unsure": DraftPlan.skip([1, 2], confidence_threshold=0.5, num_draft_tokens=6),
     "model": DraftPlan.model(tiny_model("llama")),
 }
-FAMILIES = ("llama", "mistral-window", "qwen2-window", "qwen3")
+FAMILIES = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "gpt2")
 
 
 def padded(prompts, pad: int = 0):

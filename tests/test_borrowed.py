@@ -44,6 +44,41 @@ def test_a_hook_on_what_is_called_acts(model, name):
     assert torch.equal(layerskip.wrap(model).generate(prompt(), max_new_tokens=8, eos_token_id=None).sequences, hooked)
 
 
+@pytest.mark.parametrize("name", ["mlp", "mlp.gate", "mlp.experts"])
+def test_hooks_in_and_on_experts_act(name):
+    """Their module is called as it is."""
+    model = copy.deepcopy(tiny_model("mixtral"))
+    expected = transformers_greedy(model, prompt(), max_new_tokens=8)
+    module = model.model.layers[1].get_submodule(name)
+    if name == "mlp.gate":  # logits, weights and the chosen
+        module.register_forward_hook(lambda module, args, output: (output[0], output[1].flip(-1), output[2]))
+    else:
+        module.register_forward_hook(lambda module, args, output: output.flip(-1))
+    hooked = transformers_greedy(model, prompt(), max_new_tokens=8)
+    assert not torch.equal(hooked, expected)
+    assert torch.equal(layerskip.wrap(model).generate(prompt(), max_new_tokens=8, eos_token_id=None).sequences, hooked)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "weight"),
+    [("gpt2", "transformer.wpe", "weight"), ("gpt-oss", "model.layers.1.self_attn", "sinks")],
+)
+def test_weights_that_are_read_without_their_module(family, module, weight):
+    """Written to, they act; replaced, or with a hook on the module that is not called, the model is refused."""
+    model = copy.deepcopy(tiny_model(family))
+    wrapped, owner = layerskip.wrap(model), model.get_submodule(module)
+    getattr(owner, weight).mul_(-5)
+    expected = transformers_greedy(model, prompt(), max_new_tokens=8)
+    assert not torch.equal(expected, transformers_greedy(tiny_model(family), prompt(), max_new_tokens=8))
+    assert torch.equal(wrapped.generate(prompt(), max_new_tokens=8, eos_token_id=None).sequences, expected)
+    setattr(owner, weight, nn.Parameter(getattr(owner, weight).clone(), requires_grad=False))
+    with pytest.raises(UnsupportedModelError, match="replaced after it was wrapped"):
+        wrapped.generate(prompt())
+    owner.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(UnsupportedModelError, match="got a model with a hook"):
+        layerskip.wrap(model)
+
+
 def test_transformers_own_recording_hooks_are_harmless(model):
     """They stay on the layers after one call that asked for hidden states."""
     with torch.no_grad():

@@ -74,6 +74,21 @@ class TestTheGraph:
         assert torch.equal(compiled.sequences, eager.sequences)
         assert compiled.stats.accepted_histogram == eager.stats.accepted_histogram
 
+    @pytest.mark.parametrize("name", ["gemma2", "cohere", "gpt2", "smollm3", "falcon-new"])
+    def test_other_families_as_graphs(self, name):
+        """Attention by its scores, rotated pairs, learned positions, layers without any, heads in another order."""
+        decoder, starts = layerskip.wrap(tiny_model(name)).decoder, torch.tensor([3])
+        cache = decoder.new_cache(1, 32)
+        graph, inputs = trace(decoder, prompt(2), starts, 16, cache)
+        assert torch.equal(graph(*inputs)[0], decoder.forward(prompt(2), starts, 16, cache))
+
+    def test_experts_are_run_as_they_are(self, as_it_is):
+        """Which were chosen is asked of the device in mid-pass, which no graph can."""
+        model = layerskip.wrap(tiny_model("mixtral"))
+        result = model.generate(prompt(), **GREEDY, compile=True)
+        assert torch.equal(result.sequences, transformers_greedy(tiny_model("mixtral"), prompt(), max_new_tokens=30))
+        assert "compiling failed" in result.stats.execution
+
     @pytest.mark.skipif(
         packing_obstacle(torch.float32, torch.device("cpu")) is not None, reason="this torch packs nothing"
     )

@@ -128,6 +128,19 @@ def test_single_precision_equals_transformers(name):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+def test_experts_by_transformers_first_choice(name):
+    """The kernel that it prefers where there is one for the dtype; the other tests use its plain loop."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(TINY_CONFIGS[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    assert model.config._experts_implementation != "eager"
+    token_ids = prompt(LENGTH, batch=2)
+    for passes in PASSES.values():
+        logits = run_in_passes(Decoder(model), token_ids, passes)
+        torch.testing.assert_close(logits, reference(model, token_ids), rtol=0, atol=1e-4)
+
+
 @every_family
 def test_half_precision_is_as_exact_as_transformers(name):
     """Against the same weights in float64: on average no further off than transformers itself, plus a tenth.

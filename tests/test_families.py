@@ -47,6 +47,7 @@ def test_names_of_architectures_are_transformers_own():
         ("opt", {"layer_norm_elementwise_affine": False}, "norms without weights"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "layer by layer"),
+        ("gemma2", {"use_bidirectional_attention": True}, "bidirectional attention"),
         ("gemma3", {"use_bidirectional_attention": True}, "bidirectional attention"),
     ],
 )

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -295,14 +295,14 @@ class TestConfig:
         assert caught.value.__cause__ is not None
 
     def test_unknown_architecture_is_refused_before_weights_are_read(self, tmp_path: Path) -> None:
-        config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64)
+        config = GPTJConfig(n_embd=32, n_layer=2, n_head=2, rotary_dim=4, vocab_size=64)
         with quiet():
-            GPT2LMHeadModel(config).save_pretrained(tmp_path)
+            GPTJForCausalLM(config).save_pretrained(tmp_path)
         (tmp_path / "model.safetensors").unlink()
-        with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel.*supported are LlamaForCausalLM"):
+        with pytest.raises(UnsupportedModelError, match="GPTJForCausalLM.*supported are .*LlamaForCausalLM"):
             load_checkpoint(tmp_path)
         edit_config(tmp_path, architectures=None)  # then it is looked up by model type
-        with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+        with pytest.raises(UnsupportedModelError, match="GPTJForCausalLM"):
             load_checkpoint(tmp_path)
 
     def test_contradiction(self, folder: Path) -> None:

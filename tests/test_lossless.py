@@ -17,7 +17,7 @@ from layerskip.models.block import Block
 from layerskip.models.decoder import Decoder
 from tests.drafting import always
 from tests.engines import ScriptedDrafter, drafter_of, make_engine, run_checked
-from tests.special_models import agreeing_model, llama_with
+from tests.special_models import agreeing_model, llama_with, with_config
 from tests.tiny_models import (
     FAMILY_NAMES,
     NUM_LAYERS,
@@ -279,6 +279,35 @@ def test_the_last_position_in_mid_draft(plan, num_draft_tokens):
     )
     assert torch.equal(result.sequences, transformers_greedy(model, prompt(), max_new_tokens=24 - 9))
     assert result.finish_reasons == ["max_positions"]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@pytest.mark.parametrize("pass_width", [None, 9])
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [("gpt2", "n_positions"), ("opt", "max_position_embeddings"), ("gemma3", "max_position_embeddings")],
+)
+def test_the_last_position_of_families_with_other_positions(family, positions, pass_width, num_draft_tokens):
+    """Learned positions have no row beyond the last, also for padding; a window's edge lies before the end."""
+    model = with_config(family, **{positions: 24})
+    plan = with_drafts(PLANS["exit 2"], num_draft_tokens)
+    result = wrap(model).generate(
+        prompt(), **always(plan), max_new_tokens=100, eos_token_id=None, pass_width=pass_width
+    )
+    assert torch.equal(result.sequences, transformers_greedy(model, prompt(), max_new_tokens=24 - 9))
+    assert result.finish_reasons == ["max_positions"]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "cohere2"])
+def test_windows_that_texts_grow_out_of(family):
+    """From a prompt longer than the window, and from one within it: drafts are rejected on both sides of its edge."""
+    model = agreeing_model(family)
+    for length in (3, 20):
+        own = transformers_greedy(model, prompt(length), max_new_tokens=16)
+        for num_draft_tokens in (2, 7):
+            plan = with_drafts(PLANS["both"], num_draft_tokens)
+            result = wrap(model).generate(prompt(length), **always(plan), max_new_tokens=16, eos_token_id=None)
+            assert torch.equal(result.sequences, own)
 
 
 def test_the_last_position_that_was_asked_for_is_no_surprise():

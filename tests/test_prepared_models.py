@@ -53,6 +53,22 @@ def test_greedy_output_is_transformers(name, tmp_path):
             assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize(("name", "as_they_were"), [("phi3", 0), ("falcon-new", 0), ("granite", 0), ("gpt2", 16)])
+def test_other_kinds_of_linears_are_packed_too(name, as_they_were):
+    """A gate in one matrix with its up-projection, Falcon's own class, a scaled residual; GPT-2's are left alone."""
+    if obstacle := packing_obstacle(torch.float32, torch.device("cpu")):
+        pytest.skip(obstacle)
+    hf_model, ids = fresh(name), prompt(batch=2)
+    model, expected = wrap(hf_model), tiny_model(name, dtype=torch.float32)(ids).logits
+    preparation = model.decoder.prepare(pack=True, in_place=True)
+    assert (preparation.packed, preparation.as_they_were) == (17 - as_they_were, as_they_were)
+    decoder, span = model.decoder, model.decoder.span([0, 0], ids.shape[1])
+    hidden = decoder.run(decoder.embed(ids, span), decoder.full_path, decoder.new_cache(2, 9), span)
+    torch.testing.assert_close(decoder.logits(hidden), expected, rtol=0, atol=1e-4)
+    decoder.restore_weights()
+    assert_same_weights(hf_model.state_dict(), tiny_model(name, dtype=torch.float32).state_dict())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_drafting_gives_the_plain_output_or_parts_by_a_near_tie(folder, dtype):
     """Judged on the loaded model itself, whose weights must be brought back for it."""

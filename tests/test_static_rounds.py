@@ -280,9 +280,9 @@ class TestWhatWasRecorded:
     def test_rotary_tables_that_have_grown(self):
         model = layerskip.wrap(tiny_model("llama"))
         model.generate(prompt(4), **GREEDY, cuda_graphs=True)
-        first = model.decoder._rotary.tables(1, model.decoder.device)
+        first = model.decoder.rotary_tables("", 1, model.decoder.device)
         kept = weakref.ref(first[0])
-        model.decoder._rotary.tables(10 * len(first[0]), model.decoder.device)
+        model.decoder.rotary_tables("", 10 * len(first[0]), model.decoder.device)
         del first
         assert kept() is not None
         self.both(model, [], {**GREEDY, **off(None)})

@@ -13,6 +13,7 @@ import torch
 import layerskip
 from layerskip import DraftPlan
 from layerskip.errors import CheckpointError, LayerSkipError, SettingError, UnsupportedModelError
+from layerskip.models.adapter import Adapter, AdapterSpec
 from layerskip.models.adapter_file import load_adapter
 from layerskip.training import ExitSettings, TrainingTexts, train_exit
 from layerskip.training.exit import _Run
@@ -98,6 +99,39 @@ def test_the_model_is_not_changed(texts, tmp_path):
     train_exit(layerskip.wrap(hf_model), texts, tmp_path, dataclasses.replace(SMALL, tokens=512))
     assert all(torch.equal(each, before[name]) for name, each in hf_model.state_dict().items())
     assert not any(each.requires_grad for each in hf_model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere", "gpt-oss", "opt", "falcon-new"])
+def test_other_families_learn_too(texts, tmp_path, family):
+    """Trained blocks are layers of the family's own, scored by its scales and caps; all weights get a gradient."""
+    model = layerskip.wrap(tiny_model(family, dtype=torch.float32))
+    began = Adapter(model.hf_model, AdapterSpec(0)).modules.state_dict()
+    plan = train_exit(model, texts, tmp_path, dataclasses.replace(SMALL, tokens=32 * 4 * 4))
+    ended = weights_of(tmp_path, model)
+    # Vectors begin near 1 and are written in bfloat16, which may undo few steps; no token may have come to an expert.
+    matrices = [name for name, each in began.items() if each.dim() == 2 and "experts" not in name]
+    assert matrices and not any(torch.equal(began[name], ended[name]) for name in matrices)
+    own = model.generate([[7, 8, 9]], max_new_tokens=20, eos_token_id=None).new_token_ids
+    drafted = model.generate([[7, 8, 9]], max_new_tokens=20, eos_token_id=None, plan=plan, governor="off")
+    assert drafted.new_token_ids == own
+
+
+def test_labels_are_what_the_model_says(texts, tmp_path):
+    """Granite divides its logits; without that the labels would be far too sharp."""
+    model = layerskip.wrap(tiny_model("granite", dtype=torch.float32))
+    run = _Run(model, texts, dataclasses.replace(SMALL, vocabulary_size=None), tmp_path)
+    tokens = torch.from_numpy(texts.tokens[:1].astype(np.int64))
+    states = model.hf_model(tokens, output_hidden_states=True)
+    behind = run.teacher._decoder.new_cache(1, tokens.shape[1], kept_states=[4])
+    span = run.decoder.span([0], tokens.shape[1])
+    hidden = run.decoder.run(run.decoder.embed(tokens, span), run.decoder.full_path, behind, span)
+    torch.testing.assert_close(run._labels(hidden[0]), states.logits[0].softmax(-1), rtol=1e-3, atol=1e-5)
+
+
+def test_layers_without_plain_linears_are_refused(texts, tmp_path):
+    """GPT-2's are transposed; they run, but training has not been made for them."""
+    with pytest.raises(UnsupportedModelError, match=r"of a kind of their own \(GPT-2's\)"):
+        train_exit(layerskip.wrap(tiny_model("gpt2", dtype=torch.float32)), texts, tmp_path, SMALL)
 
 
 @pytest.mark.parametrize("kept", [0, 10**9], ids=["states computed anew", "states kept"])

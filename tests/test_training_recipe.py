@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTJConfig
 
 import layerskip
 from layerskip.errors import InputError, SettingError, UnsupportedModelError
@@ -178,6 +178,21 @@ def test_the_figures_are_those_of_transformers(family):
     }
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere", "falcon", "opt", "mixtral"])
+def test_other_families_are_scored_as_they_score_themselves(family):
+    """Scales and caps of logits, layers that return more than their states, other names of modules."""
+    texts, model = counting_texts(), copy.deepcopy(tiny_model(family))
+    point = recipe._Run(model, texts, SMALL).evaluate()
+    tokens = torch.from_numpy(texts.split(4, 0)[1].tokens).long()
+    own = torch.nn.functional.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert point["perplexity"]["4"] == pytest.approx(own.exp().item(), rel=1e-4)
+
+
+def test_low_rank_additions_to_no_linears_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="got lora_rank=2 for layers without ordinary linears"):
+        train(tmp_path / "out", "gpt2", replace(SHORT, lora_rank=2))
+
+
 @pytest.mark.parametrize("family", ["llama", "llama-biased-tied", "qwen3"])
 def test_training_improves_the_exits_and_leaves_the_callers_model_alone(family, tmp_path):
     model, points = tiny_model(family, dtype=torch.float32), []
@@ -331,7 +346,7 @@ def test_texts_of_another_model_are_refused(tmp_path):
 def test_models_without_depth_or_a_row_are_refused(tmp_path):
     config = copy.deepcopy(tiny_model("llama").config)
     config.num_hidden_layers = 1
-    tiny = GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=1)
-    for each, said in ((config, "2 layers or more"), (tiny, "GPT2LMHeadModel")):
+    tiny = GPTJConfig(vocab_size=61, n_embd=8, n_layer=1, n_head=1, rotary_dim=4)
+    for each, said in ((config, "2 layers or more"), (tiny, "GPTJForCausalLM")):
         with pytest.raises(UnsupportedModelError, match=said):
             train_layerskip(AutoModelForCausalLM.from_config(each), None, counting_texts(), tmp_path / "out", SMALL)
