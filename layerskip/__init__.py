@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from layerskip.governor.costs import CostRatios
+    from layerskip.in_transformers import custom_generate
     from layerskip.plan import DraftPlan
     from layerskip.result import GenerationResult
     from layerskip.session import Session
@@ -49,6 +50,7 @@ __all__ = [
     "StreamPiece",
     "UnknownSettingError",
     "UnsupportedModelError",
+    "custom_generate",
     "load",
     "wrap",
 ]
@@ -58,6 +60,7 @@ __all__ = [
 _MODULES = {
     "api": ("Model", "load", "wrap"),
     "governor.costs": ("CostRatios",),
+    "in_transformers": ("custom_generate",),
     "plan": ("DraftPlan",),
     "result": ("GenerationResult",),
     "session": ("Session",),

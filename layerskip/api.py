@@ -19,6 +19,7 @@ from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfD
 from layerskip.engine import Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.governor import Source
+from layerskip.governor.acceptance import MEASURED_WEIGHT
 from layerskip.identity import ModelIdentity, identify
 from layerskip.memory import Memory
 from layerskip.models.adapter import Adapter
@@ -109,7 +110,11 @@ class Model:
         if not isinstance(hf_model, PreTrainedModel):
             raise UnsupportedModelError(
                 f"got a {type(hf_model).__name__}; expected a transformers model (PreTrainedModel). "
-                "For a path or hub id use layerskip.load."
+                + (
+                    "Pass model.get_base_model(), which holds the LoRA layers, or merge them (merge_and_unload)."
+                    if hasattr(hf_model, "get_base_model")
+                    else "For a path or hub id use layerskip.load."
+                )
             )
         self._hf_model = hf_model
         self.tokenizer = tokenizer
@@ -196,7 +201,10 @@ class Model:
             LayerSkipError: one of its kinds, before the model has run, for whatever is wrong with the call.
         """
         check_streamer(streamer)
-        request = self.check(inputs, **options)
+        return self.decode(self.check(inputs, **options), streamer)
+
+    def decode(self, request: Request, streamer: Any = None) -> GenerationResult:
+        """Decode a checked call to the end; `streamer` as in `generate`."""
         if streamer is not None:
             _refuse_streamed_batch(request)
         return decode(request, self.engine(request), self.tokenizer, streamer)
@@ -328,8 +336,9 @@ class Model:
             make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary, adapter=adapter)
             ratio = plan.draft_ratio or self.draft_cost(plan)
             # What was measured is no hope but knowledge, until the text at hand says otherwise.
-            priors = plan.acceptance_by_offset or Source.priors
-            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, priors, adapter)
+            measured = plan.acceptance_by_offset
+            prior = (measured, MEASURED_WEIGHT) if measured else (Source.priors, Source.prior_weight)
+            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, *prior, adapter)
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()

@@ -50,7 +50,7 @@ class PlannedDrafter:
     Attributes:
         cost_ratio: of one step in plain steps, by the parameters that it reads.
         most: drafts a round.
-        priors: see `Source`.
+        priors, prior_weight: see `Source`.
         adapter: trained blocks that it runs: they need room in the cache, and states that are kept there.
     """
 
@@ -58,6 +58,7 @@ class PlannedDrafter:
     cost_ratio: float
     most: int
     priors: Sequence[float] = Source.priors
+    prior_weight: float = Source.prior_weight
     adapter: Adapter | None = None
 
 
@@ -93,7 +94,7 @@ def build_engine(
     room = max(limit - length for limit, length in zip(limits, lengths, strict=True))
     most = min(room, max((each.most for each in planned.values()), default=0))
     adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
-    processors = make_processors(settings, request.caller_processors, lengths, str(device))
+    processors = make_processors(settings, request.caller_processors, lengths, str(device), request.row_view)
     context = DraftContext(
         sampler=Sampler(processors, settings.do_sample),
         rule=make_rule(request.acceptance_rule, torch.tensor(request.seeds, device=device), settings.do_sample),
@@ -105,7 +106,7 @@ def build_engine(
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
     pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
-    rounds = take_rounds(decoder, request, context, capacity, pool, compiled)
+    rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
     known, release = Memory(), rounds.release
     if memory is not None:
         known = memory.resume(decoder, request.prompts[0], capacity, adapter)
@@ -115,8 +116,8 @@ def build_engine(
         state, context = rounds.static.state, rounds.static.context
         state.reset(request.prompts, limits, known.cache, known.readings)
         if known.cache is not None:  # recorded rounds have a cache of their own, which is another call's afterwards
-            release = partial(_hand_back, known.cache, state.cache, len(known.token_ids), release)
-            known = replace(known, adapter=None)  # whose states they do not keep
+            release = partial(_hand_back, known.cache, state.cache, known.shared_by(adapter), release)
+            known = replace(known, adapter=adapter)  # another's entries and states were not kept up to date
     else:
         assert known.cache is not None
         state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
@@ -136,7 +137,9 @@ def build_engine(
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
             stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
             # Last: with it the clock of max_time begins to run.
-            stopping=make_stopping(settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions),
+            stopping=make_stopping(
+                settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions, request.row_view
+            ),
         )
     except BaseException:
         rounds.release()
@@ -157,7 +160,10 @@ def _has_guests(decoder: Decoder, request: Request) -> bool:
 
 
 def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:
-    sources = {name: Source(min(each.most, most), each.cost_ratio, each.priors) for name, each in planned.items()}
+    sources = {
+        name: Source(min(each.most, most), each.cost_ratio, each.priors, each.prior_weight)
+        for name, each in planned.items()
+    }
     if request.governor == "off" or not sources:
         return Always(sources)
     ratios = {name: each.cost_ratio for name, each in planned.items()}

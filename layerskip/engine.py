@@ -256,7 +256,7 @@ class Engine:
         return self.decoder.logits(hidden[:, : drafts + 1])
 
     def _embed(self, span: Span) -> Tensor:
-        return self.decoder.embed(self.state.token_ids.gather(1, span.positions))
+        return self.decoder.embed(self.state.token_ids.gather(1, span.positions), span)
 
     def _accept(self, draft: Draft, logits: Tensor) -> tuple[Tensor, Said]:
         """Decide about `draft`; the token behind the accepted drafts is written there.

@@ -112,6 +112,7 @@ def _copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def _next_logits(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:
     """Logits (vocab,) behind `token_ids`."""
     cache = decoder.new_cache(1, len(token_ids))
-    hidden = decoder.embed(torch.tensor([token_ids], device=decoder.device))
-    hidden = decoder.run(hidden, decoder.full_path, cache, decoder.span([0], len(token_ids)))
+    span = decoder.span([0], len(token_ids))
+    hidden = decoder.embed(torch.tensor([token_ids], device=decoder.device), span)
+    hidden = decoder.run(hidden, decoder.full_path, cache, span)
     return decoder.logits(hidden[:, -1:])[0, 0]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from layerskip.errors import PlanError
 from layerskip.models.families import geometry_of
+from layerskip.models.stored import plain_parts, stored_tensors
 
 __all__ = ["ModelIdentity", "identify"]
 
@@ -50,10 +51,13 @@ class ModelIdentity:
 
 
 def identify(model: PreTrainedModel) -> ModelIdentity:
-    """Describe `model`; reads a few values of each parameter."""
+    """Describe `model`; reads a few values of each tensor that its weights are stored in."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
+    parts = ((name, part.detach()) for name, tensor in stored_tensors(model) for part in plain_parts(tensor))
+    for name, parameter in sorted(parts, key=lambda each: each[0]):
+        flat = parameter.reshape(-1)
+        if not len(flat):
+            continue
         picks = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long().to(flat.device)
         # As bfloat16, so that the precision a checkpoint is loaded in does not change its fingerprint.
         values = flat[picks].to("cpu", torch.bfloat16).view(torch.int16)

@@ -71,6 +71,11 @@ class Memory:
         readings = {who: replace(each, held=[min(each.held[0], held)]) for who, each in self.readings.items()}
         return replace(self, token_ids=prompt[:held], readings=readings)
 
+    def shared_by(self, adapter: Adapter | None) -> int:
+        """Up to which position the cache holds what the model, and `adapter`, make of the text."""
+        reading = self.readings.get(adapter) if adapter is not None else Reading([len(self.token_ids)])
+        return 0 if reading is None else min(len(self.token_ids), *reading.held)
+
     def settled(self, is_whole: bool) -> Memory:
         """What is known after the call.
 

@@ -56,7 +56,7 @@ def exponential(seeds: Tensor, counters: Tensor, purpose: Purpose, size: int) ->
 
 
 def exponential_at(seeds: Tensor, counters: Tensor, purpose: Purpose, indices: Tensor) -> Tensor:
-    """Some of the numbers of `exponential`: the one at each of `indices`; all arguments have the result's shape."""
+    """Some of the numbers of `exponential`: the one at each of `indices`; the arguments' shapes broadcast."""
     return _uniform_at(seeds, counters, purpose, indices).log_().neg_()
 
 

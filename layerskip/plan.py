@@ -69,7 +69,8 @@ class DraftPlan:
         self._set("skip_mlp", _layers("skip_mlp", self.skip_mlp))
         if self.exit_layer is not None:
             least = 1 if self.adapter is None else 0
-            self._set("exit_layer", _at_least(least, "exit_layer", self.exit_layer, f"a layer count from {least}"))
+            expected = f"a layer count from {least} to one less than the model has"
+            self._set("exit_layer", _at_least(least, "exit_layer", self.exit_layer, expected))
         for name in ("num_draft_tokens", "lookup_tokens"):
             self._set(name, _at_least(0, name, getattr(self, name), "an integer from 0"))
         if self.draft_vocabulary is not None:

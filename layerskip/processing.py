@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import (
     EpsilonLogitsWarper,
@@ -27,14 +28,25 @@ __all__ = ["make_processors"]
 
 
 def make_processors(
-    settings: DecodingSettings, own: LogitsProcessorList, prompt_lengths: Sequence[int], device: str
+    settings: DecodingSettings,
+    own: LogitsProcessorList,
+    prompt_lengths: Sequence[int],
+    device: str,
+    row_view: Callable[[Any, int], Any] | None = None,
 ) -> list[LogitsProcessorList]:
     """Build each row's list; rows share one where they can.
 
     Args:
         own: the caller's processors, run after ours and before the warpers, as in transformers.
         device: where the scores will be.
+        row_view: what a row calls in place of one of `own`; None: itself.
     """
+    if row_view is not None and own:
+        rows = [LogitsProcessorList([row_view(each, row) for each in own]) for row in range(len(prompt_lengths))]
+        return [
+            _row_processors(settings, of_row, length, device)
+            for of_row, length in zip(rows, prompt_lengths, strict=True)
+        ]
     # Only a least number of new tokens depends on where the prompt ended.
     lengths = prompt_lengths if settings.min_new_tokens else [0] * len(prompt_lengths)
     by_length = {length: _row_processors(settings, own, length, device) for length in set(lengths)}

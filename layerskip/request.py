@@ -6,7 +6,7 @@ Whatever can be wrong with a call is found here, before the model runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
@@ -21,9 +21,11 @@ from layerskip.plan import DraftPlan
 from layerskip.settings import DecodingSettings, resolve_settings
 from layerskip.text import encode
 
-__all__ = ["CallOptions", "Request", "make_request"]
+__all__ = ["CallOptions", "Request", "RowView", "make_request"]
 
 _Ids = int | Sequence[int]
+RowView = Callable[[Any, int], Any]
+"""What a row of the batch asks in place of a processor or criterion of the caller's."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -118,6 +120,7 @@ class Request:
         prompts: token ids, one list a row.
         seeds: one a row.
         caller_processors, caller_criteria: transformers' objects that the caller brought.
+        row_view: for those among them that are not the same for every row; None: all are.
         given_prompts: the prompts as a tensor, padding included, if they came as one.
         governor, cost_ratios, cuda_graphs, compile: see `CallOptions`.
         pass_width: see `Engine`.
@@ -136,6 +139,7 @@ class Request:
     cuda_graphs: bool | None = None
     compile: bool = False
     given_prompts: Tensor | None = None
+    row_view: RowView | None = None
 
     def padded_prompts(self, pad_token_id: int) -> Tensor:
         """What stands left of the outputs: the prompts as they came, or padded on the left: (batch, length), int64."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerskip.draft import Draft
 from layerskip.errors import SettingError, did_you_mean
-from layerskip.noise import Purpose, exponential, exponential_at, uniform
+from layerskip.noise import Purpose, exponential_at, uniform
 from layerskip.sampling import distribution
 from layerskip.verify import accept_by_match, accept_by_ratio, race
 
@@ -48,8 +48,15 @@ class AcceptanceRule(Protocol):
         """Use the seeds of `other`, of the same kind, in the memory of the old ones, where recorded programs look."""
         ...
 
-    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A draft token for each position, (batch, tokens), and its distribution, if acceptance asks for it."""
+    def draw(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A draft token for each position, (batch, tokens), and the scores' distribution, if acceptance asks for it.
+
+        Args:
+            ids: (scores.shape[-1],), int64, the token ids that scores belong to; None: all, in order. The token is the
+                one that would be drawn if all others had a score of -inf.
+        """
         ...
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
@@ -64,9 +71,12 @@ class Greedy:
     def reseed(self, other: AcceptanceRule) -> None:
         """Nothing."""
 
-    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`."""
-        return scores.max(dim=-1).indices, None  # on the CPU four times as fast as argmax in bfloat16
+        best = scores.max(dim=-1).indices  # on the CPU four times as fast as argmax in bfloat16
+        return best if ids is None else ids[best], None
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`."""
@@ -91,10 +101,12 @@ class Maximal:
         assert isinstance(other, type(self))
         self.seeds.copy_(other.seeds)
 
-    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`."""
         probs, _ = distribution(scores)
-        return draw_token(probs, self.seeds, _counters(positions, round_index), Purpose.TOKEN), probs
+        return draw_token(probs, self.seeds, _counters(positions, round_index), Purpose.TOKEN, ids), probs
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`."""
@@ -117,10 +129,12 @@ class Invariant:
         assert isinstance(other, type(self))
         self.seeds.copy_(other.seeds)
 
-    def draw(self, scores: Tensor, positions: Tensor, round_index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See `AcceptanceRule.draw`; `round_index` plays no part."""
         probs, _ = distribution(scores)
-        return draw_token(probs, self.seeds, positions, Purpose.TOKEN), None  # acceptance does not ask for it
+        return draw_token(probs, self.seeds, positions, Purpose.TOKEN, ids), None  # acceptance does not ask for it
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`; the draft's distributions and `round_index` play no part."""
@@ -147,17 +161,25 @@ def make_rule(name: str, seeds: Tensor, sampled: bool) -> AcceptanceRule:
     return RULES[name](seeds) if sampled else Greedy()
 
 
-def draw_token(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose) -> Tensor:
+def draw_token(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose, ids: Tensor | None = None) -> Tensor:
     """Draw from `probs` (batch, tokens, vocab) with the noise of (seed, counter, purpose): (batch, tokens), int64.
 
     On the CPU noise is computed only for ids that can be drawn at all, a fiftieth of the time behind a top-k. On other
     devices it is computed for all: finding those ids would make the host wait. The tokens are the same.
+
+    Args:
+        ids: (probs.shape[-1],), int64, the token ids that probs belong to, each with its own noise; None: all.
     """
     if probs.device.type != "cpu":
-        return race(probs, exponential(seeds, counters, purpose, probs.shape[-1]))
-    rows, tokens, ids = probs.nonzero(as_tuple=True)
-    arrivals = probs[rows, tokens, ids] / exponential_at(seeds[rows], counters[rows, tokens], purpose, ids)
-    return torch.zeros(probs.shape, dtype=arrivals.dtype).index_put_((rows, tokens, ids), arrivals).max(dim=-1).indices
+        everyone = torch.arange(probs.shape[-1], device=probs.device) if ids is None else ids
+        best = race(probs, exponential_at(seeds[:, None, None], counters.unsqueeze(2), purpose, everyone))
+    else:
+        rows, tokens, columns = probs.nonzero(as_tuple=True)
+        drawn = columns if ids is None else ids[columns]
+        arrivals = probs[rows, tokens, columns] / exponential_at(seeds[rows], counters[rows, tokens], purpose, drawn)
+        raced = torch.zeros(probs.shape, dtype=arrivals.dtype).index_put_((rows, tokens, columns), arrivals)
+        best = raced.max(dim=-1).indices
+    return best if ids is None else ids[best]
 
 
 def _counts(draft: Draft) -> Tensor:

@@ -15,6 +15,8 @@ from transformers import EtaLogitsWarper
 from layerskip.compiled import CompiledForward
 from layerskip.drafters.base import DraftContext
 from layerskip.errors import DecodingError, SettingError
+from layerskip.memory import new_cache
+from layerskip.models.adapter import Adapter
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.recording import Direct, make_recorder
@@ -87,8 +89,12 @@ def take_rounds(
     capacity: int,
     pool: StaticPool,
     compiled: CompiledForward,
+    adapter: Adapter | None = None,
 ) -> Rounds:
     """Static rounds where the call wants them and they can serve it.
+
+    Args:
+        adapter: trained blocks of the plan.
 
     Raises:
         DecodingError: there is no memory for the cache.
@@ -98,7 +104,7 @@ def take_rounds(
     if compiles:
         if compiled.refresh():
             pool.clear()
-        uncompiled = _compiling_obstacle(decoder, compiled, len(request.prompts)) or compiled.obstacle
+        uncompiled = _compiling_obstacle(decoder, compiled, len(request.prompts), adapter) or compiled.obstacle
         compiles = uncompiled is None
     obstacle = _obstacle(decoder, request, context) if records or compiles else uncompiled
     if obstacle is not None or not (records or compiles):
@@ -108,10 +114,11 @@ def take_rounds(
     sampling = tuple(getattr(request.settings, name) for name in _SAMPLING)
     own = tuple(request.caller_processors)  # by identity: what is recorded is what they computed
     plan = None if request.plan is None else replace(request.plan, provenance={}, target=None)
-    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan, compiles, records)
+    # The adapter by identity, too: the file that the plan names may have been trained further.
+    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan, adapter, compiles, records)
     static = pool.take(key, capacity)
     if static is None:
-        cache = _new_cache(decoder, len(request.prompts), capacity, pool)
+        cache = _new_cache(decoder, len(request.prompts), capacity, adapter, pool)
         state = DecodeState(request.prompts, [0] * len(request.prompts), cache, decoder.device)
         recorder = make_recorder(decoder.device) if records else Direct()
         static = StaticRounds(
@@ -136,13 +143,13 @@ def _doubled(capacity: int) -> int:
     return _CAPACITIES << ((capacity - 1) // _CAPACITIES).bit_length()
 
 
-def _new_cache(decoder: Decoder, batch: int, capacity: int, pool: StaticPool) -> KVCache:
+def _new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | None, pool: StaticPool) -> KVCache:
     """A cache, for which idle ones make room if need be."""
     try:
-        return decoder.new_cache(batch, capacity)
+        return new_cache(decoder, batch, capacity, adapter)
     except DecodingError:
         pool.clear()
-        return decoder.new_cache(batch, capacity)
+        return new_cache(decoder, batch, capacity, adapter)
 
 
 def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str | None:
@@ -155,15 +162,15 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
         return "scores are asked for, which rounds of fixed shapes do not hand out"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
-    if request.plan is not None and request.plan.adapter is not None:
-        return "trained blocks read states that rounds of fixed shapes do not keep"
     if decoder.is_spread:
         return "the model is spread over several devices"
     return None
 
 
-def _compiling_obstacle(decoder: Decoder, compiled: CompiledForward, rows: int) -> str | None:
+def _compiling_obstacle(decoder: Decoder, compiled: CompiledForward, rows: int, adapter: Adapter | None) -> str | None:
     """Why passes of `decoder` are not to be compiled; None: they may."""
+    if adapter is not None:
+        return "trained blocks read states that compiled passes do not keep"
     if compiled.most_tokens is not None and rows > compiled.most_tokens:
         return f"on {decoder.device.type} a pass over {rows} rows is slower compiled"
     if decoder.is_watched:

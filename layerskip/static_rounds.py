@@ -79,6 +79,7 @@ class StaticRounds:
         tokens, probs, confidences = self.recorder(
             ("draft", name, count, visible), lambda: drafter.steps(self.state, count, visible, self._forward)
         )
+        drafter.note_steps(self.state)
         num_drafted = list(limits)
         if self.context.confidence_threshold > 0:
             for row, sure in enumerate(confidences.tolist()):

@@ -7,7 +7,7 @@ Because each token of an accepted draft is asked about in its turn, nothing is e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from transformers import (
 from layerskip.errors import SettingError
 from layerskip.settings import DecodingSettings
 
-__all__ = ["FinishReason", "RowStopping", "make_stopping"]
+__all__ = ["FinishReason", "RowStopping", "make_stopping", "stop_string_criterion"]
 
 FinishReason = str
 """One of "eos", "stop_string", "length", "max_positions", "max_time", or "criteria" for a caller's own."""
@@ -69,35 +69,49 @@ def make_stopping(
     tokenizer: PreTrainedTokenizerBase | None,
     prompt_lengths: Sequence[int],
     max_positions: int,
+    row_view: Callable[[Any, int], Any] | None = None,
 ) -> list[RowStopping]:
     """Build the criteria of each row.
 
     Args:
         own: the caller's further criteria.
         max_positions: of the model; a row ends there with reason "max_positions" even if its settings ask for more.
+        row_view: what a row asks in place of one of `own`; None: itself.
 
     Raises:
         SettingError: stop strings without a tokenizer.
     """
-    shared = []
+    first, last = [], []
     if settings.stop_strings:
-        if tokenizer is None:
-            raise SettingError(
-                f"got stop_strings={list(settings.stop_strings)!r} on a model without tokenizer; stop strings are "
-                "matched on text. Pass one to wrap(model, tokenizer), or stop on token ids with eos_token_id."
-            )
-        try:
-            criterion = StopStringCriteria(tokenizer, list(settings.stop_strings))
-        except ValueError as error:
-            raise SettingError(
-                f"got stop_strings={list(settings.stop_strings)!r}, which this tokenizer cannot write; expected text "
-                "that its tokens can make up. Check for characters that it does not know."
-            ) from error
-        shared.append(Named("stop_string", criterion))
-    shared += [Named("criteria", criterion) for criterion in own]
+        first.append(Named("stop_string", stop_string_criterion(settings.stop_strings, tokenizer)))
     if settings.max_time is not None:
-        shared.append(Named("max_time", MaxTimeCriteria(settings.max_time)))
-    return [_row(settings, shared, settings.longest(length), max_positions) for length in prompt_lengths]
+        last.append(Named("max_time", MaxTimeCriteria(settings.max_time)))
+    rows = []
+    for row, length in enumerate(prompt_lengths):
+        of_row = own if row_view is None else [row_view(each, row) for each in own]
+        criteria = [*first, *(Named("criteria", each) for each in of_row), *last]
+        rows.append(_row(settings, criteria, settings.longest(length), max_positions))
+    return rows
+
+
+def stop_string_criterion(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStringCriteria:
+    """Transformers' criterion for `strings`.
+
+    Raises:
+        SettingError: there is no tokenizer, or it cannot write them.
+    """
+    if tokenizer is None:
+        raise SettingError(
+            f"got stop_strings={list(strings)!r} on a model without tokenizer; stop strings are "
+            "matched on text. Pass one to wrap(model, tokenizer), or stop on token ids with eos_token_id."
+        )
+    try:
+        return StopStringCriteria(tokenizer, list(strings))
+    except ValueError as error:
+        raise SettingError(
+            f"got stop_strings={list(strings)!r}, which this tokenizer cannot write; expected text "
+            "that its tokens can make up. Check for characters that it does not know."
+        ) from error
 
 
 def _row(settings: DecodingSettings, criteria: Sequence[Named], longest: int, max_positions: int) -> RowStopping:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from transformers import PreTrainedModel
 from layerskip.errors import CheckpointError, UnsupportedModelError
 from layerskip.models.block import Block
 from layerskip.models.cache import KVCache
-from layerskip.models.families import family_of, geometry_of
+from layerskip.models.families import family_of, geometry_of, layers_of
 from layerskip.models.linears import Linears
 from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import prepare_linears
@@ -77,7 +79,7 @@ class Adapter:
             UnsupportedModelError: a spec that the model has no room for.
             CheckpointError: tensors that do not fit.
         """
-        family, geometry = family_of(type(model).__name__), geometry_of(model.config)
+        family, geometry = family_of(type(model).__name__, model.config), geometry_of(model.config)
         if not 0 <= spec.exit_layer < geometry.num_layers or not 1 <= spec.num_blocks <= geometry.num_layers:
             raise UnsupportedModelError(
                 f"got an adapter behind {spec.exit_layer} blocks with {spec.num_blocks} of its own for a model of "
@@ -85,6 +87,9 @@ class Adapter:
             )
         self.spec = spec
         self._first_block, self._family, self._geometry = geometry.num_layers, family, geometry
+        self._numbers, like = family.numbers(model.config), layers_of(model.config, family)[-spec.num_blocks :]
+        # Behind the model's own in the cache, and seeing all of it, whatever the windows.
+        self._layers = [replace(each, index=each.index + spec.num_blocks, window=None) for each in like]
         layers = list(model.get_submodule(family.layers).children())[geometry.num_layers - spec.num_blocks :]
         self.modules = _modules(
             layers, model.get_submodule(family.final_norm), geometry.hidden_size, model.config, spec
@@ -105,8 +110,8 @@ class Adapter:
         """Take up the modules, after others were put in their place or their dtype was changed."""
         parts: Any = self.modules
         self.blocks = [
-            Block(each.get_submodule, self._first_block + index, self._family, self._geometry, None)
-            for index, each in enumerate(parts["blocks"])
+            Block(partial(_inside, own), layer, self._family, self._geometry, self._numbers)
+            for own, layer in zip(parts["blocks"], self._layers, strict=True)
         ]
         self._norm, self._device = norm(parts["norm"]), parts["norm"].weight.device
         self._entry_norm: Callable[[Tensor], Tensor] | None = None
@@ -158,8 +163,12 @@ class Adapter:
             fused = self._fuse(torch.cat((self._entry_norm(entry), self._state_norm(state)), dim=-1))
             hidden = entry + fused
         for block in self.blocks:
-            hidden = block.transform(block.attend(hidden, cache, span))
+            hidden = block.run(hidden, cache, span)
         return hidden
+
+
+def _inside(module: nn.Module, name: str) -> Any:
+    return attrgetter(name)(module)
 
 
 def _modules(layers: Sequence[nn.Module], final_norm: Any, size: int, config: Any, spec: AdapterSpec) -> nn.ModuleDict:

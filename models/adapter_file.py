@@ -51,7 +51,7 @@ def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: to
         raise CheckpointError(
             f"got an adapter at {file}, where there is no file. A plan that names one is moved together with it."
         )
-    family = family_of(type(model).__name__)
+    family = family_of(type(model).__name__, model.config)
     device = next(model.get_submodule(family.final_norm).parameters()).device
     try:
         with safe_open(file, framework="pt") as opened:

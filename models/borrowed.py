@@ -7,6 +7,8 @@ hung onto a module that is passed by, or puts into the model later, would be lef
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,26 +37,35 @@ class BorrowedModules:
             )
         self._model = model
         self._taken: dict[str, tuple[nn.Module, bool]] = {}
+        self._read: dict[str, nn.Parameter] = {}
         self._weights = self._placement()
 
-    def take(self, name: str) -> nn.Module:
-        """Return the module called `name`, for use."""
-        module = self._model.get_submodule(name)
-        self._taken[name] = (module, is_intercepted(module))
-        return module
+    def take(self, name: str) -> Any:
+        """Return the module called `name`, for calls of the whole of it; or the weight, to be read without its module.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        found = attrgetter(name)(self._model)
+        if isinstance(found, nn.Parameter):
+            self._read[name] = found
+        else:
+            self._taken[name] = (found, _has_intercepted(found))
+        return found
 
     @property
-    def taken(self) -> list[nn.Module]:
-        """What was taken."""
-        return [module for module, _ in self._taken.values()]
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all that was taken."""
+        of_modules = (each for module, _ in self._taken.values() for each in module.parameters())
+        return [*of_modules, *self._read.values()]
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody expects to see a call of what was taken (`is_intercepted`)."""
         return any(intercepted for _, intercepted in self._taken.values())
 
-    def within(self, name: str) -> Callable[[str], nn.Module]:
-        """Return what takes the modules inside the one called `name`."""
+    def within(self, name: str) -> Callable[[str], Any]:
+        """Return what takes from inside the module called `name`."""
         return lambda inner: self.take(f"{name}.{inner}")
 
     def refuse_bypassed(self) -> None:
@@ -63,8 +74,9 @@ class BorrowedModules:
         Raises:
             UnsupportedModelError: a module that was not taken has hooks or a forward of its own.
         """
+        called = {id(each) for module, _ in self._taken.values() for each in module.modules()}
         for name, module in self._model.named_modules():
-            if name not in self._taken and is_intercepted(module) and not _is_harmless(module):
+            if id(module) not in called and is_intercepted(module) and not _is_harmless(module):
                 raise UnsupportedModelError(
                     f"got a model with a hook (or a replaced forward) on {name or 'the model itself'!r}, which is not "
                     "called as a whole here, so the hook would not act. Remove it before wrapping the model, or put it "
@@ -78,10 +90,16 @@ class BorrowedModules:
             UnsupportedModelError: a module was replaced, hooked, moved or cast.
         """
         for name, (module, intercepted) in self._taken.items():
-            now = self._model.get_submodule(name)
-            if now is not module or is_intercepted(now) != intercepted:
+            now = attrgetter(name)(self._model)
+            if now is not module or _has_intercepted(now) != intercepted:
                 raise UnsupportedModelError(
                     f"got a model whose {name!r} was replaced or hooked after it was wrapped, which would not act. "
+                    "Wrap it again: layerskip.wrap(model, tokenizer)."
+                )
+        for name, weight in self._read.items():
+            if attrgetter(name)(self._model) is not weight:
+                raise UnsupportedModelError(
+                    f"got a model whose weight {name!r} was replaced after it was wrapped, which would not act. "
                     "Wrap it again: layerskip.wrap(model, tokenizer)."
                 )
         if self._placement() != self._weights:
@@ -103,6 +121,11 @@ class BorrowedModules:
     def _placement(self) -> tuple[torch.device, torch.dtype]:
         parameter = next(self._model.parameters())
         return parameter.device, parameter.dtype
+
+
+def _has_intercepted(module: nn.Module) -> bool:
+    """Itself, or a module inside it."""
+    return any(map(is_intercepted, module.modules()))
 
 
 def _is_harmless(module: nn.Module) -> bool:

@@ -127,11 +127,13 @@ class KVCache:
     def take(self, other: KVCache, begin: int = 0) -> None:
         """Hold what `other` has committed, which is known to be the same before the position `begin`.
 
-        `other` may have further blocks, or lack some; states are not taken.
+        `other` may have further blocks and states, or lack some.
         """
         end = max(other.lengths)
         for own, its in zip(self._entries, other._entries, strict=False):
             own[:, :, begin:end] = its[:, :, begin:end]
+        for behind in self.states.keys() & other.states.keys():
+            self.states[behind][:, begin:end] = other.states[behind][:, begin:end]
         self._exact[:] = other.lengths
         self.lengths = list(other.lengths)
 

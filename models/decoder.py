@@ -8,7 +8,7 @@ Shapes: token ids (batch, tokens); hidden states (batch, tokens, hidden_size); l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -21,12 +21,14 @@ from layerskip.errors import SettingError, UnsupportedModelError
 from layerskip.models.block import Block
 from layerskip.models.borrowed import BorrowedModules
 from layerskip.models.cache import KVCache
-from layerskip.models.families import family_of, geometry_of, sliding_windows
+from layerskip.models.families import family_of, geometry_of, layers_of
+from layerskip.models.family import Family
 from layerskip.models.linears import Linears, versions
 from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import Preparation, prepare_linears
 from layerskip.models.rotary import Rotary
 from layerskip.models.span import HiddenSlots, Span
+from layerskip.models.stored import device_of, plain_parts
 
 __all__ = ["Decoder", "Forward", "Head", "Step"]
 
@@ -78,6 +80,7 @@ class Decoder:
     Attributes:
         full_path: all blocks, whole.
         full_head: the model's own.
+        numbers: factors and bounds of the model.
         is_watched: some of its modules have hooks.
         is_spread: its blocks lie on several devices.
         preparation: what `prepare` has done so far.
@@ -92,30 +95,43 @@ class Decoder:
             CheckpointError: some of its weights are not loaded.
         """
         self.architecture = type(model).__name__
-        family, geometry = family_of(self.architecture), geometry_of(model.config)
+        family, geometry = family_of(self.architecture, model.config), geometry_of(model.config)
+        self.numbers = family.numbers(model.config)
         self._modules = BorrowedModules(model)
         take: Callable[[str], Any] = self._modules.take
         self.embedding, final_norm, head = take(family.embedding), take(family.final_norm), take(family.head)
         self.final_norm, self.full_head = norm(final_norm), Head(Linears(head))
-        self._norm_device, self._head_device = (next(each.parameters()).device for each in (final_norm, head))
+        self._norm_device, self._head_device = (device_of(each) for each in (final_norm, head))
         self.vocab_size, self.max_positions = geometry.vocab_size, geometry.max_positions
         self.group, self.kv_heads, self.head_dim = geometry.group, geometry.kv_heads, geometry.head_dim
         self.hidden_size = geometry.hidden_size
         self.dtype: torch.dtype = next(self.embedding.parameters()).dtype
+        layers = layers_of(model.config, family)
         self.blocks = [
-            Block(self._modules.within(f"{family.layers}.{index}"), index, family, geometry, window)
-            for index, window in enumerate(sliding_windows(model.config))
+            Block(self._modules.within(f"{family.layers}.{each.index}"), each, family, geometry, self.numbers)
+            for each in layers
         ]
         self.device = self.blocks[0].device
         self.is_spread = len({block.device for block in self.blocks}) > 1
         self.full_path = tuple(Step(index) for index in range(len(self.blocks)))
-        self._rotary = Rotary(take(family.rotary), self.dtype)
+        self._positions: Tensor | None = take(family.positions) if family.positions else None
+        self._position_offset = family.position_offset
+        self._rotary = self._read_rotary(family, {each.rotary for each in layers})
         self._is_tied = getattr(head, "weight", head) is self.embedding.weight
         self._linears = [self.full_head.linears, *(group for block in self.blocks for group in block.linears)]
         self._partial_heads: dict[Hashable, Head] = {}
         self.preparation = Preparation()
         self._modules.refuse_bypassed()
         self.is_watched = self._modules.is_watched
+
+    def _read_rotary(self, family: Family, kinds: Iterable[str | None]) -> dict[str, Rotary]:
+        """The tables that layers use, by their kind."""
+        dtype = torch.promote_types(self.dtype, torch.float32) if family.rotary_tables_float32 else self.dtype
+        return {
+            kind: Rotary(self._modules.take(family.rotary), dtype, kind, pairs=family.rotary_pairs)
+            for kind in kinds
+            if kind is not None and family.rotary is not None
+        }
 
     def refuse_changes(self) -> None:
         """Make sure that the model still consists of the modules that were read; cheap, for the start of a call.
@@ -164,10 +180,9 @@ class Decoder:
         copied = sum(group.copied_bytes for group in self._linears)
         self.preparation = replace(self.preparation, extra_bytes=copied)
 
-    @property
-    def rotary_tables(self) -> Callable[[int, torch.device], tuple[Tensor, Tensor]]:
-        """See `Rotary.tables`."""
-        return self._rotary.tables
+    def rotary_tables(self, kind: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See `Rotary.tables`; those of that kind of layers (see `Layer`)."""
+        return self._rotary[kind].tables(length, device)
 
     @property
     def num_blocks(self) -> int:
@@ -214,16 +229,27 @@ class Decoder:
             tokens,
             visible=visible,
             group=self.group,
-            tables=self._rotary.tables,
+            tables=self.rotary_tables,
             dtype=self.dtype,
             device=self.device,
             slot=slot,
             hidden_slots=hidden_slots,
         )
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Hidden states of `token_ids` before the first block."""
+    def embed(self, token_ids: Tensor, span: Span | None = None) -> Tensor:
+        """Hidden states of `token_ids` before the first block.
+
+        Args:
+            span: their positions; may be left out only where the model has none to learn.
+        """
         hidden: Tensor = self.embedding(token_ids)
+        if self.numbers.embedding_scale is not None:
+            hidden = hidden * self.numbers.embedding_scale
+        if self._positions is not None:
+            assert span is not None, "got no positions for a model that embeds them"
+            # Those beyond the last are of padding.
+            rows = (span.positions + self._position_offset).clamp(max=len(self._positions) - 1)
+            hidden = hidden + F.embedding(rows.to(hidden.device), self._positions)
         return hidden.to(self.device)
 
     def run(
@@ -243,10 +269,7 @@ class Decoder:
             block = self.blocks[index]
             if self.is_spread:
                 hidden, span = hidden.to(block.device), span.to(block.device)
-            if attention:
-                hidden = block.attend(hidden, cache, span)
-            if mlp:
-                hidden = block.transform(hidden)
+            hidden = block.run(hidden, cache, span, attention, mlp)
             cache.keep(index + 1, hidden, span)
         written = [step.block for step in path if step.attention]
         cache.note(written, noted, self.num_blocks if exact_blocks is None else exact_blocks)
@@ -273,14 +296,15 @@ class Decoder:
             (batch, tokens, ids). The cache keeps no books about such passes (`KVCache.note`).
         """
         span = self.span(starts, token_ids.shape[1], visible)
-        hidden = self.run(self.embed(token_ids), self.full_path if path is None else path, cache, span)
+        hidden = self.run(self.embed(token_ids, span), self.full_path if path is None else path, cache, span)
         return self.logits(hidden, head)
 
     def weights_state(self) -> Hashable:
         """Equal as long as nobody has written to the weights; but for those that are packed, where that is refused."""
-        packed = {id(module) for group in self._linears if group.is_packed for module in group.modules}
-        return tuple(versions([each for module in self._modules.taken if id(module) not in packed
-                               for each in module.parameters()]))  # fmt: skip
+        packed = {id(each) for group in self._linears if group.is_packed for module in group.modules
+                  for each in module.parameters()}  # fmt: skip
+        return tuple(versions([part for each in self._modules.parameters if id(each) not in packed
+                               for part in plain_parts(each)]))  # fmt: skip
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -318,7 +342,7 @@ class Decoder:
         if self._is_slow(hidden):
             hidden = F.pad(hidden, (0, 0, 0, 1))
         normed = (norm or self.final_norm)(hidden.to(self._norm_device))
-        logits = head.linears(normed.to(self._head_device)).to(self.device)[:, :tokens]
+        logits = self.numbers.finish(head.linears(normed.to(self._head_device)).to(self.device)[:, :tokens])
         return logits[..., head.vocabulary] if head.is_cut else logits
 
     def _is_slow(self, hidden: Tensor) -> bool:

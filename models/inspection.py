@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.models.checkpoint_files import explained, locate
 from layerskip.models.decoder import Step
-from layerskip.models.families import Family, family_of, geometry_of, sliding_windows
+from layerskip.models.families import family_of, geometry_of, layers_of
+from layerskip.models.family import Family
 from layerskip.models.loading import parse_dtype, quiet, read_config
+from layerskip.models.stored import count_values
 
 __all__ = ["Inspection", "inspect_checkpoint", "inspect_model"]
 
@@ -29,10 +31,14 @@ class Inspection:
     Attributes:
         architecture, family: as transformers names the class and the model type.
         dtype: of the weights, and so of the KV cache.
-        rope: its kind and numbers.
+        rope: its kind and numbers, for each type of layers where they differ; empty: positions are not rotated.
         windows: for each layer how many newest positions its attention sees; None: all.
-        attention_parameters, mlp_parameters: of each layer's two sub-blocks, norms included.
+        rotated: for each layer whether its queries and keys are rotated by their positions.
+        attention_parameters, mlp_parameters: of each layer's two sub-blocks, norms included; a norm that both read is
+            counted with attention.
+        mlp_step_parameters: of these, those that one token's step reads: of experts, the chosen.
         embedding_parameters: of the token embedding.
+        position_parameters: of learned positions.
         head_parameters: of the final norm and the head, which every step runs, drafts too.
         tied: the head's matrix is the embedding's.
     """
@@ -49,9 +55,12 @@ class Inspection:
     dtype: str
     rope: dict[str, Any]
     windows: tuple[int | None, ...]
+    rotated: tuple[bool, ...]
     attention_parameters: tuple[int, ...]
     mlp_parameters: tuple[int, ...]
+    mlp_step_parameters: tuple[int, ...]
     embedding_parameters: int
+    position_parameters: int
     head_parameters: int
     tied: bool
 
@@ -60,12 +69,12 @@ class Inspection:
         """Of the whole model; a tied head's matrix is not counted a second time."""
         blocks = sum(self.attention_parameters) + sum(self.mlp_parameters)
         shared = self.embedding_parameters if self.tied else 0
-        return blocks + self.embedding_parameters + self.head_parameters - shared
+        return blocks + self.embedding_parameters + self.position_parameters + self.head_parameters - shared
 
     @property
     def step_parameters(self) -> int:
         """Read by one plain step: all blocks and the head. (Of the embedding a step reads one line.)"""
-        return sum(self.attention_parameters) + sum(self.mlp_parameters) + self.head_parameters
+        return sum(self.attention_parameters) + sum(self.mlp_step_parameters) + self.head_parameters
 
     @property
     def head_blocks(self) -> float:
@@ -90,7 +99,7 @@ class Inspection:
         """
         head = self.head_parameters * (1.0 if scored_ids is None else scored_ids / self.vocab_size)
         kept = sum(
-            self.attention_parameters[layer] * attention + self.mlp_parameters[layer] * mlp
+            self.attention_parameters[layer] * attention + self.mlp_step_parameters[layer] * mlp
             for layer, attention, mlp in path
         )
         return (kept + head) / self.step_parameters
@@ -100,10 +109,12 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     """Describe a transformers model (``layerskip.Model.hf_model``); its weights may be on the meta device.
 
     Raises:
-        UnsupportedModelError: its architecture is not in the table of families.
+        UnsupportedModelError: its architecture is not in the table of families, or its config asks for what that
+            refuses.
     """
     architecture, config = type(model).__name__, model.config
-    family, geometry = family_of(architecture), geometry_of(config)
+    family, geometry = family_of(architecture, config), geometry_of(config)
+    described, rotary = layers_of(config, family), getattr(config, "rope_parameters", None)
     layers = list(model.get_submodule(family.layers).children())
     embedding, head = model.get_submodule(family.embedding), model.get_submodule(family.head)
     return Inspection(
@@ -117,13 +128,18 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
         vocab_size=geometry.vocab_size,
         max_positions=geometry.max_positions,
         dtype=str(next(embedding.parameters()).dtype).removeprefix("torch."),
-        rope=dict(getattr(config, "rope_parameters", None) or {}),
-        windows=tuple(sliding_windows(config)),
-        attention_parameters=tuple(_count(layer) - _count_mlp(layer, family) for layer in layers),
+        rope=dict(rotary) if rotary and family.rotary else {},
+        windows=tuple(each.window for each in described),
+        rotated=tuple(each.rotary is not None for each in described),
+        attention_parameters=tuple(count_values(layer) - _count_mlp(layer, family) for layer in layers),
         mlp_parameters=tuple(_count_mlp(layer, family) for layer in layers),
-        embedding_parameters=_count(embedding),
-        head_parameters=_count(head) + _count(model.get_submodule(family.final_norm)),
-        tied=head.weight is embedding.weight,
+        mlp_step_parameters=tuple(
+            _count_mlp(layer, family) - _count_unchosen(layer, family, config) for layer in layers
+        ),
+        embedding_parameters=count_values(embedding),
+        position_parameters=model.get_parameter(family.positions).numel() if family.positions else 0,
+        head_parameters=count_values(head) + count_values(model.get_submodule(family.final_norm)),
+        tied=getattr(head, "weight", head) is embedding.weight,
     )
 
 
@@ -150,11 +166,16 @@ def inspect_checkpoint(
     return inspect_model(model)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _count_mlp(layer: nn.Module, family: Family) -> int:
-    """Parameters of the second sub-block: the MLP and the norm before it."""
-    parts = {family.mlp_norm, *(name.split(".")[0] for name in (family.gate, family.up, family.down))}
-    return sum(_count(layer.get_submodule(name)) for name in parts)
+    """Parameters of the second sub-block: the MLP and its norms, but for one that attention has too."""
+    parts = {family.mlp_norm, family.mlp_out_norm, *(name.split(".")[0] for name in (*family.gate_up, family.down))}
+    parts -= {None, family.attention_norm}
+    return sum(count_values(layer.get_submodule(name)) for name in parts if name is not None)
+
+
+def _count_unchosen(layer: nn.Module, family: Family, config: Any) -> int:
+    """Parameters of the experts that one token does not come to; 0 where there are none."""
+    experts = dict(layer.named_modules()).get(family.experts or "")
+    if not family.experts or experts is None:
+        return 0
+    return sum(each.numel() * (len(each) - config.num_experts_per_tok) // len(each) for each in experts.parameters())

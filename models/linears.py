@@ -28,6 +28,9 @@ Activation = Callable[[Tensor], Tensor]
 # 1, faster at 2 to 6, and at a prompt's hundreds no slower than the unpacked weight.
 _PACKED_ROWS = 4
 
+# Subclasses of `nn.Linear` that compute what it does. By name, because importing them takes longer than all else here.
+_PLAIN_TOO = {("transformers.models.falcon.modeling_falcon", "FalconLinear")}
+
 
 def is_intercepted(module: nn.Module) -> bool:
     """Whether someone expects to see the call: registered hooks, or a forward replaced on the instance (accelerate)."""
@@ -62,7 +65,7 @@ class Linears:
         return self._form.add(inputs, residual)
 
     def gated(self, inputs: Tensor, activation: Activation) -> Tensor:
-        """``activation(first) * second`` of two linears of one size."""
+        """``activation(first) * second`` of two linears of one size, or of the halves of one's outputs."""
         return self._form.gated(inputs, activation)
 
     @property
@@ -209,6 +212,8 @@ class _Apart(_Form):
         return torch.cat([call(inputs) for call in self._calls], dim=-1)
 
     def gated(self, inputs: Tensor, activation: Activation) -> Tensor:
+        if len(self._calls) == 1:
+            return super().gated(inputs, activation)
         gate, up = self._calls
         return activation(gate(inputs)) * up(inputs)
 
@@ -233,6 +238,8 @@ class _Packed(_Form):
         return self._binary(inputs, residual, self.packed[0], self._biases[0], "add")
 
     def gated(self, inputs: Tensor, activation: Activation) -> Tensor:
+        if len(self.packed) == 1:
+            return super().gated(inputs, activation)
         fused = "swish" if _is_silu(activation) else "none"
         gate = self._unary(inputs, self.packed[0], self._biases[0], fused, [], "")
         gate = gate if fused != "none" else activation(gate)
@@ -247,7 +254,10 @@ def _as_they_are(modules: Sequence[nn.Module]) -> _Form:
 
 
 def _is_direct(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and not is_intercepted(module)
+    kind = type(module)
+    is_linear = kind is nn.Linear or (kind.__module__, kind.__name__) in _PLAIN_TOO
+    # A quantiser may leave the module and put a tensor of its own kind into it (torchao).
+    return is_linear and type(module.weight) is nn.Parameter and not is_intercepted(module)
 
 
 def versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -157,6 +157,12 @@ def _placement(device: Device | None, device_map: DeviceMap | None) -> DeviceMap
 
 
 def _check_device(device: Device) -> None:
+    if str(device) in ("meta", "disk"):
+        raise SettingError(
+            f"got device {str(device)!r}, which cannot be used: every pass needs all weights. Expected one of those "
+            f"that torch finds here: {', '.join(_usable_devices())}. If they have no room, choose a smaller dtype or a "
+            "quantised checkpoint."
+        )
     try:
         _refuse_mps(torch.device(device))
         torch.zeros(1, device=device).item()  # .item(), because device "meta" takes everything else
@@ -187,10 +193,11 @@ def read_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
 
     Raises:
         CheckpointError: it is missing, damaged, contradicts itself, or needs the checkpoint's own code unasked.
-        UnsupportedModelError: an architecture without a row, or a stored dtype that is no plain float.
+        UnsupportedModelError: an architecture without a row, a config that asks for what its row refuses, or a stored
+            dtype that is no plain float.
     """
     raw = _read_gguf_config(source.gguf) if source.gguf else read_json_config(source)
-    _check_architecture(raw, source)
+    architecture = _checked_architecture(raw, source)
     if raw.get("auto_map") and not trust_remote_code:
         raise CheckpointError(
             f"{source.name!r} comes with Python code of its own (auto_map in config.json), which is not run unasked. "
@@ -203,9 +210,13 @@ def read_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
             "Use the checkpoint it was made from."
         )
     with quiet(), explained(f"use the config of {source.name!r}", "Compare it with that of the original checkpoint."):
+        config: PreTrainedConfig
         if source.gguf:
-            return AutoConfig.for_model(**raw)
-        return cast(PreTrainedConfig, AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code))
+            config = AutoConfig.for_model(**raw)
+        else:
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    family_of(architecture, config)
+    return config
 
 
 def _read_gguf_config(file: Path) -> dict[str, Any]:
@@ -213,8 +224,8 @@ def _read_gguf_config(file: Path) -> dict[str, Any]:
         return PreTrainedConfig.get_config_dict(file.parent, gguf_file=str(file))[0]
 
 
-def _check_architecture(raw: dict[str, Any], source: Source) -> None:
-    """Refuse by its name what the runtime cannot run; a GGUF file gives the model type only."""
+def _checked_architecture(raw: dict[str, Any], source: Source) -> str:
+    """Refuse by its name what the runtime cannot run, else return it; a GGUF file gives the model type only."""
     model_type = str(raw.get("model_type"))
     of_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)  # None: known to the checkpoint's own code at most
     declared = raw.get("architectures") or [of_type or model_type]
@@ -224,6 +235,7 @@ def _check_architecture(raw: dict[str, Any], source: Source) -> None:
             f"the config of {source.name!r} contradicts itself: architectures {declared}, but model_type "
             f"{model_type!r}, which is a {of_type}. Correct the one that is wrong."
         )
+    return str(declared[0])
 
 
 def _from_pretrained(model_class: Any, folder: Path | None, source: Source, options: dict[str, Any]) -> Any:
@@ -306,6 +318,8 @@ def _finish(model: Any, source: Source, device: Device | None) -> PreTrainedMode
         model.to(device)
     for parameter in model.parameters():
         _refuse_mps(parameter.device)  # where device_map="auto" put it
+    if model.dtype == torch.float64 and family_of(type(model).__name__).experts:
+        model.set_experts_implementation("eager")  # the kernel that transformers prefers has no float64
     if any(parameter.is_meta for parameter in model.parameters()):
         raise SettingError(
             "the device_map leaves weights on disk or offloads them, but every pass needs all of them. Map all modules "

@@ -17,17 +17,19 @@ __all__ = ["norm", "refresh"]
 def norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return what normalises as `module` does in fewer kernels where the two agree, else the module.
 
-    Agreement is tried, not looked up: families write RMS norm in several ways (Gemma's weight is off by one). Only in
-    bfloat16 and float16: the mean of (x, -x) is 0 up to float32's rounding only, which beside values of 1e4 (residual
-    streams have such) is 100 rounding steps of float32, but less than one of bfloat16.
+    Agreement is tried, not looked up: families write RMS norm in several ways (Gemma's factor is one more than its
+    weight). Only in bfloat16 and float16: the mean of (x, -x) is 0 up to float32's rounding only, which beside values
+    of 1e4 (residual streams have such) is 100 rounding steps of float32, but less than one of bfloat16.
     """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return module
     if is_intercepted(module) or weight.dtype.itemsize > 2 or weight.is_meta:
         return module
-    fast = _RMSNorm(module, eps)
-    return fast if _agree(module, fast, weight) else module
+    candidates = [_RMSNorm(module, eps)]
+    if weight.device.type == "cpu":
+        candidates.append(_RMSNorm(module, eps, offset=1))
+    return next((fast for fast in candidates if _agree(module, fast, weight)), module)
 
 
 def refresh(normalise: Callable[[Tensor], Tensor]) -> None:
@@ -43,8 +45,9 @@ class _RMSNorm:
     call than to compute (together 7 % of a plain step of SmolLM2).
     """
 
-    def __init__(self, module: Any, eps: float) -> None:
-        self._module, self._eps, self._shape = module, eps, tuple(module.weight.shape)
+    def __init__(self, module: Any, eps: float, offset: int = 0) -> None:
+        """`offset` is what the factor is more than the module's weight; if anything, the input is to be on the CPU."""
+        self._module, self._eps, self._offset, self._shape = module, eps, offset, tuple(module.weight.shape)
         self._signs = module.weight.new_tensor([[1.0], [-1.0]]) if module.weight.device.type == "cpu" else None
         self.refresh()
 
@@ -53,6 +56,8 @@ class _RMSNorm:
     def refresh(self) -> None:
         """Read the module's weight again."""
         weight = self._module.weight.detach()
+        if self._offset:
+            weight = weight.float() + self._offset  # the kernel takes it in float32 too, where the sum is exact
         self._weight = weight if self._signs is None else torch.stack((weight, weight))
 
     def __call__(self, hidden: Tensor) -> Tensor:

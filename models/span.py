@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["Span"]
 
-RotaryTables = Callable[[int, torch.device], tuple[Tensor, Tensor]]
+RotaryTables = Callable[[str, int, torch.device], tuple[Tensor, Tensor]]
 HiddenSlots = Callable[[int | None], Tensor]
 
 
@@ -48,7 +48,7 @@ class Span:
             starts: as numbers, or as (batch,), int64, on the device: then the pass can be recorded once and run again
                 for other positions, and `visible` must be given.
             group: number of query heads per key/value head.
-            tables: yields rotary tables.
+            tables: yields rotary tables, by their kind (see `Layer`).
             slot: None: that of the position itself.
             hidden_slots: instead of causality: told a window, says which slots each query must not see,
                 (batch, 1, tokens, visible), bool.
@@ -63,6 +63,7 @@ class Span:
         self._group, self._tables, self._dtype, self._device = group, tables, dtype, device
         self._hidden_slots = hidden_slots or self._behind
         self._masks: dict[int | None, Tensor | None] = {}
+        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
         self._moved: dict[torch.device, Span] = {device: self}
 
     def to(self, device: torch.device) -> Span:
@@ -115,10 +116,14 @@ class Span:
         """(batch, 1), int64: the row index that goes with `positions` in an indexed read or write."""
         return torch.arange(self.batch, device=self._device).unsqueeze(1)
 
-    @cached_property
-    def rotary(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each (batch or 1, tokens, 1, head_dim)."""
-        cos, sin = self._tables(self.visible, self._device)
+    def rotary(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tables of that kind, each (batch or 1, tokens, 1, rotated)."""
+        found = self._rotary.get(kind)
+        if found is None:
+            found = self._rotary[kind] = self._of_positions(*self._tables(kind, self.visible, self._device))
+        return found
+
+    def _of_positions(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.start is not None:
             cos, sin = cos[None, self.start : self.end], sin[None, self.start : self.end]
         else:

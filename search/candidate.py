@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from layerskip.errors import SearchError
 from layerskip.models.decoder import Step
 from layerskip.plan import DraftPlan
 
@@ -24,12 +25,15 @@ class Candidate:
         skip_attention, skip_mlp: layers whose sub-block is left out, ascending; all below the exit.
         exit_layer: number of leading layers that may run; None: all.
         vocabulary_size: number of token ids that are scored; None: all.
+        trained: name of the trained path that it is (`TrainedPath.name`), whose blocks run behind the exit, which may
+            then be 0, and before which nothing is skipped; None: it runs blocks of the model only.
     """
 
     skip_attention: tuple[int, ...] = ()
     skip_mlp: tuple[int, ...] = ()
     exit_layer: int | None = None
     vocabulary_size: int | None = None
+    trained: str | None = None
 
     @classmethod
     def of(
@@ -65,6 +69,8 @@ class Candidate:
 
     def drafts(self, num_blocks: int) -> bool:
         """Whether it is a draft at all: not the model itself, which is plain decoding, and not nothing."""
+        if self.trained is not None:
+            return True
         leaves_out = self.skip_attention or self.skip_mlp or self.exit_layer or self.vocabulary_size
         return bool(leaves_out) and bool(self.path(num_blocks))
 
@@ -74,7 +80,7 @@ class Candidate:
         return frozenset((*self.skip_attention, *behind)), frozenset((*self.skip_mlp, *behind))
 
     def without(self, num_blocks: int, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> Candidate:
-        """This candidate with further sub-blocks left out."""
+        """This candidate, if it is no trained path, with further sub-blocks left out."""
         skipped_attention, skipped_mlp = self.skipped(num_blocks)
         return Candidate.of(
             num_blocks, {*skipped_attention, *attention}, {*skipped_mlp, *mlp}, None, self.vocabulary_size
@@ -85,8 +91,16 @@ class Candidate:
 
         Args:
             draft_vocabulary: the ids, where it scores but some.
-            fields: further ones of the plan.
+            fields: further ones of the plan; of a trained path its `adapter`.
+
+        Raises:
+            SearchError: a trained path without an adapter, or the other way round, which would be another draft.
         """
+        if (self.trained is None) != (fields.get("adapter") is None):
+            raise SearchError(
+                f"got adapter={fields.get('adapter')!r} for {self.describe()}; expected one for a trained path, and "
+                "for nothing else."
+            )
         return DraftPlan(
             skip_attention=self.skip_attention,
             skip_mlp=self.skip_mlp,
@@ -99,7 +113,10 @@ class Candidate:
     def describe(self) -> str:
         """In some words, for tables and progress bars."""
         parts = []
-        if self.exit_layer is not None:
+        if self.trained is not None:
+            kind = f"exit {self.exit_layer}" if self.exit_layer else "jump"
+            parts.append(f"trained {kind} {self.trained}")
+        elif self.exit_layer is not None:
             parts.append(f"exit {self.exit_layer}")
         if self.skip_attention or self.skip_mlp:
             parts.append(f"without {len(self.skip_attention)} attentions and {len(self.skip_mlp)} MLPs")

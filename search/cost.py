@@ -8,11 +8,12 @@ caches emptied. Trials read no clock.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layerskip.drafters.self_draft import count_exact_blocks
+from layerskip.errors import SearchError
 from layerskip.search.candidate import Candidate
 
 __all__ = ["CostModel"]
@@ -30,6 +31,9 @@ class CostModel:
         verify_s: of a verification pass over 1, 2, … tokens and of all that follows from it, when no block's states
             can be taken from the draft; beyond the last it grows as between the last two.
         conditions: where this was measured: device, dtype, threads, context length, versions.
+        trained_s: what the blocks of each trained path add to a draft step, by name.
+        trained_round_s: what a round of each takes beyond its drafts and `verify_s`: states are kept for it, and what
+            is recorded elsewhere (on GPUs) is not for it.
         reuses_exact_states: verification takes over what the draft's leading whole blocks computed (static rounds, the
             way of GPUs, do not).
     """
@@ -42,6 +46,8 @@ class CostModel:
     verify_s: tuple[float, ...]
     conditions: dict[str, Any]
     reuses_exact_states: bool = True
+    trained_s: dict[str, float] = field(default_factory=dict)
+    trained_round_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -49,9 +55,20 @@ class CostModel:
         return len(self.attention_s)
 
     def draft_s(self, candidate: Candidate) -> float:
-        """Of one draft step of `candidate`."""
+        """Of one draft step of `candidate`.
+
+        Raises:
+            SearchError: it is a trained path that was not measured.
+        """
         path = candidate.path(self.num_blocks)
         blocks = sum(self.attention_s[block] * attention + self.mlp_s[block] * mlp for block, attention, mlp in path)
+        if candidate.trained is not None:
+            if candidate.trained not in self.trained_s:
+                known = ", ".join(self.trained_s) or "none"
+                raise SearchError(
+                    f"got the trained path {candidate.trained}, and costs of {known}. Measure them with this path."
+                )
+            blocks += self.trained_s[candidate.trained]
         return blocks + self._head_s(candidate.vocabulary_size or self.head_sizes[-1])
 
     def draft_ratio(self, candidate: Candidate) -> float:
@@ -72,6 +89,8 @@ class CostModel:
         if candidate is not None and self.reuses_exact_states:
             reused = count_exact_blocks(candidate.path(self.num_blocks)) / self.num_blocks
             seconds -= reused * self._blocks_share * (seconds - known[0])
+        if candidate is not None and candidate.trained is not None:
+            seconds += self.trained_round_s.get(candidate.trained, 0.0)
         return seconds / self.plain_s
 
     def round_ratio(self, candidate: Candidate, num_draft_tokens: int) -> float:
@@ -113,8 +132,13 @@ def uniform_costs(
     verify_slope: float = 0.02,
     vocabulary: int = 1,
     widths: int = 9,
+    trained: Mapping[str, float] = {},
 ) -> CostModel:
-    """Costs that nobody measured, in units of one block; a pass over n tokens costs 1 + slope (n - 1) plain steps."""
+    """Costs that nobody measured, in units of one block; a pass over n tokens costs 1 + slope (n - 1) plain steps.
+
+    Args:
+        trained: of each trained path's blocks, by name.
+    """
     plain = num_blocks * (attention + mlp) + head
     return CostModel(
         plain_s=plain,
@@ -124,6 +148,7 @@ def uniform_costs(
         head_s=(head,),
         verify_s=tuple(plain * (1 + verify_slope * extra) for extra in range(widths)),
         conditions={"measured": False},
+        trained_s=dict(trained),
     )
 
 

@@ -6,8 +6,9 @@ A search that is interrupted ends with what it has; what has been tried stays in
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from layerskip.plan import DraftPlan
 from layerskip.search.cost import CostModel
 from layerskip.search.front import pareto_front
 from layerskip.search.held_out import evaluate
-from layerskip.search.judge import Judge
+from layerskip.search.judge import Judge, vocabulary_of
 from layerskip.search.measuring import conditions_of
 from layerskip.search.progress import Progress, Silent
 from layerskip.search.result import HeldOut, SearchResult, TrialRecord
@@ -31,6 +32,7 @@ from layerskip.search.settings import Budget, SearchSettings
 from layerskip.search.storage import close_storage, open_storage, redacted, run_trial
 from layerskip.search.storage_faults import Notify
 from layerskip.search.study import Prepared, open_study
+from layerskip.search.trained import Trained, load_trained
 from layerskip.search.trials import FINISHED, block_passes_of, objective, record_of, records_of, space_of
 from layerskip.search.trying import measure_speedup
 
@@ -51,6 +53,7 @@ def find_plan(
     study: str = "layerskip",
     settings: SearchSettings | None = None,
     costs: CostModel | dict[str, Any] | None = None,
+    trained: Sequence[DraftPlan | str | os.PathLike[str]] = (),
     measure: bool = True,
     heartbeat_s: int = 60,
     progress: Progress | None = None,
@@ -68,6 +71,8 @@ def find_plan(
         settings: see `SearchSettings`.
         costs: what steps and passes cost, for a plan that is to run elsewhere: the `costs` of a result from there;
             None: measured here, when the study begins.
+        trained: plans that `layerskip train` wrote for this model, or their paths: candidates beside what the model's
+            own blocks can do. Workers of one study are given the same ones, wherever these lie.
         measure: decode some of the held-out texts in earnest too, for a measured speed-up; about a minute on a CPU.
         heartbeat_s: seconds between two signs of life of a running trial, and of a study's preparation; after three
             without one, other workers take it for dead and do it again.
@@ -80,6 +85,7 @@ def find_plan(
     Raises:
         SettingError: a setting or budget out of range.
         InputError: prompts that cannot be used.
+        PlanError, CheckpointError: a trained path that cannot be read, or is another model's.
         SearchError: the storage fails, the study is another model's, no trial could be finished, numbers that are not
             finite.
     """
@@ -90,16 +96,17 @@ def find_plan(
         raise SettingError(f"got study={study!r}; expected a name of 1 to 512 characters.")
     if type(heartbeat_s) is not int or not 1 <= heartbeat_s <= 3600:
         raise SettingError(f"got heartbeat_s={heartbeat_s!r}; expected an integer of 1 to 3600 seconds.")
+    paths = load_trained(model, trained)
     began = time.perf_counter()
     opened: BaseStorage = optuna.storages.InMemoryStorage()
     if storage is not None:
         opened = open_storage(storage, notify=progress.message, heartbeat_interval=heartbeat_s)
     try:
-        prepared, judge = open_study(model, opened, study, settings, prompts, costs, progress, heartbeat_s)
+        prepared, judge = open_study(model, opened, study, settings, prompts, costs, progress, heartbeat_s, paths)
         run_trials(prepared, judge, budget, progress, callbacks)
         conclude(model, prepared, measure, progress)
         where = "memory" if storage is None else redacted(str(storage))
-        return _result(prepared.study, where, time.perf_counter() - began)
+        return _result(prepared.study, where, time.perf_counter() - began, paths)
     finally:
         close_storage(opened)
 
@@ -181,6 +188,8 @@ def conclude(model: Model, prepared: Prepared, measure: bool, progress: Progress
     """
     judge, best = prepared.judge(model, prepared.calibration.held_out), _best_of(prepared)
     while True:
+        if best.candidate.trained is not None:
+            prepared.trained[best.candidate.trained].refuse_changes()
         held_out = evaluate(judge, best.candidate, best.num_draft_tokens or 1, progress.stage)
         plan = _plan(model, prepared, best)
         if measure:
@@ -227,7 +236,14 @@ def load_result(storage: str | Path, study: str, notify: Notify | None = None) -
         close_storage(opened)
 
 
-def _result(study: optuna.Study, storage: str, seconds: float = 0.0) -> SearchResult:
+def _result(
+    study: optuna.Study, storage: str, seconds: float = 0.0, trained: Mapping[str, Trained] = {}
+) -> SearchResult:
+    """What the study has come to.
+
+    Args:
+        trained: where this worker has trained paths; another one may have noted the conclusion.
+    """
     attributes = study.user_attrs
     found = attributes.get("conclusion")
     if found is None:
@@ -239,10 +255,15 @@ def _result(study: optuna.Study, storage: str, seconds: float = 0.0) -> SearchRe
     records = records_of(study, space_of(study))
     complete = [each for each in records if each.state == "complete"]
     held_out = HeldOut.from_dict(found["held_out"])
+    best = next(each for each in records if each.number == found["trial"])
+    plan = DraftPlan.from_dict(found["plan"])
+    mine = trained.get(best.candidate.trained or "")
+    if mine is not None:
+        plan = replace(plan, adapter=mine.plan.adapter)
     return SearchResult(
-        plan=DraftPlan.from_dict(found["plan"]),
+        plan=plan,
         pays=held_out.pays,
-        best=next(each for each in records if each.number == found["trial"]),
+        best=best,
         held_out=held_out,
         front=tuple(pareto_front(complete)),
         trials=tuple(records),
@@ -285,16 +306,18 @@ def _best(records: Sequence[TrialRecord]) -> TrialRecord | None:
 
 
 def _plan(model: Model, prepared: Prepared, best: TrialRecord) -> DraftPlan:
-    size = best.candidate.vocabulary_size
-    vocabulary = None if size is None else prepared.vocabularies[size]
-    return best.candidate.plan(best.num_draft_tokens or 1, vocabulary, target=model.identity)
+    vocabulary = vocabulary_of(best.candidate, prepared.vocabularies, prepared.trained)
+    name = best.candidate.trained
+    adapter = None if name is None else prepared.trained[name].plan.adapter
+    return best.candidate.plan(best.num_draft_tokens or 1, vocabulary, target=model.identity, adapter=adapter)
 
 
 def _provenance(prepared: Prepared, best: TrialRecord, held_out: HeldOut) -> dict[str, Any]:
     """How the plan was found and measured, in JSON values."""
-    calibration = prepared.calibration
+    calibration, name = prepared.calibration, best.candidate.trained
     return {
         "made_by": "layerskip search",
+        **({} if name is None else {"trained": prepared.trained[name].provenance}),
         "study": prepared.study.study_name,
         "trial": best.number,
         "origin": best.origin,

@@ -14,7 +14,7 @@ import numpy as np
 from layerskip.search.acceptance import Acceptance
 from layerskip.search.candidate import Candidate
 from layerskip.search.judge import Judge
-from layerskip.search.replay import TextOutcome
+from layerskip.search.outcome import TextOutcome
 from layerskip.search.result import HeldOut, Interval
 
 __all__ = ["evaluate", "expected_rounds", "interval_over_texts", "stands_from"]
@@ -29,14 +29,13 @@ def evaluate(
     notify: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> HeldOut:
     """Replay `candidate` from every position of the judge's texts, `num_draft_tokens` a round."""
-    replay, path, head = judge.replay, candidate.path(judge.num_blocks), judge.head(candidate)
+    replay = judge.replay
     acceptances: list[Acceptance] = []
     rounds: list[float] = []
     positions: list[int] = []
     for batch in range(replay.num_batches):
         shifted = [
-            replay.outcomes(path, batch, head, shift, draft_length=num_draft_tokens)
-            for shift in range(num_draft_tokens)
+            judge.outcomes(candidate, batch, shift, draft_length=num_draft_tokens) for shift in range(num_draft_tokens)
         ]
         for outcomes in zip(*shifted, strict=True):
             acceptances.append(Acceptance.pooled(each.acceptance(num_draft_tokens) for each in outcomes))

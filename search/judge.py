@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from layerskip.errors import SearchError
-from layerskip.models.decoder import Head
 from layerskip.search.acceptance import Acceptance, SpeedUp, best_speedup
 from layerskip.search.candidate import Candidate
 from layerskip.search.cost import CostModel
+from layerskip.search.outcome import TextOutcome
 from layerskip.search.replay import Replay
+from layerskip.search.trained import Trained
 
-__all__ = ["Judge", "Verdict"]
+__all__ = ["Judge", "Verdict", "vocabulary_of"]
 
 
 @dataclass(frozen=True)
@@ -39,27 +40,38 @@ class Judge:
     Attributes:
         replay: the texts.
         vocabularies: draft vocabularies by their size, ids ascending.
+        trained: trained paths by name.
         judged: candidates judged so far, by what they are; a second judgement is read from here.
     """
 
-    def __init__(self, replay: Replay, costs: CostModel, vocabularies: Mapping[int, tuple[int, ...]] = {}) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        costs: CostModel,
+        vocabularies: Mapping[int, tuple[int, ...]] = {},
+        trained: Mapping[str, Trained] = {},
+    ) -> None:
         """See the class."""
-        self.replay, self.costs, self.vocabularies = replay, costs, vocabularies
+        self.replay, self.costs, self.vocabularies, self.trained = replay, costs, vocabularies, trained
         self.num_blocks = replay.decoder.num_blocks
         self.judged: dict[Candidate, Verdict] = {}
 
-    def head(self, candidate: Candidate) -> Head | None:
-        """What scores its drafts; None: the model's own head."""
-        size = candidate.vocabulary_size
-        if size is None:
-            return None
-        if size not in self.vocabularies:
-            raise SearchError(f"got a draft vocabulary of {size} ids; expected one of {sorted(self.vocabularies)}.")
-        return self.replay.decoder.partial_head(self.vocabularies[size])
+    def vocabulary(self, candidate: Candidate) -> tuple[int, ...] | None:
+        """The ids that its drafts are scored for; None: all."""
+        return vocabulary_of(candidate, self.vocabularies, self.trained)
+
+    def outcomes(
+        self, candidate: Candidate, batch: int, shift: int = 0, draft_length: int | None = None
+    ) -> list[TextOutcome]:
+        """What becomes of its drafts in each text of one part of the replay (`Replay.outcomes`)."""
+        ids = self.vocabulary(candidate)
+        head = None if ids is None else self.replay.decoder.partial_head(ids)
+        adapter = None if candidate.trained is None else self.trained[candidate.trained].adapter
+        return self.replay.outcomes(candidate.path(self.num_blocks), batch, head, shift, draft_length, adapter)
 
     def accept(self, candidate: Candidate, batch: int) -> list[Acceptance]:
         """Of each text of one part of the replay."""
-        return self.replay.acceptance(candidate.path(self.num_blocks), batch, self.head(candidate))
+        return [each.acceptance(self.replay.draft_length) for each in self.outcomes(candidate, batch)]
 
     def verdict(self, candidate: Candidate, acceptance: Acceptance) -> Verdict:
         """What follows from an acceptance that was found."""
@@ -76,3 +88,22 @@ class Judge:
         if batches is None:
             self.judged[candidate] = verdict
         return verdict
+
+
+def vocabulary_of(
+    candidate: Candidate, vocabularies: Mapping[int, tuple[int, ...]], trained: Mapping[str, Trained]
+) -> tuple[int, ...] | None:
+    """The ids that `candidate` scores, None: all; of a trained path its own, where so many are asked for.
+
+    Raises:
+        SearchError: there is no vocabulary of that size.
+    """
+    size = candidate.vocabulary_size
+    if size is None:
+        return None
+    own = None if candidate.trained is None else trained[candidate.trained].plan.draft_vocabulary
+    if own is not None and len(own) == size:
+        return own
+    if size not in vocabularies:
+        raise SearchError(f"got a draft vocabulary of {size} ids; expected one of {sorted(vocabularies)}.")
+    return vocabularies[size]

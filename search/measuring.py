@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from layerskip.plan import DraftPlan
 from layerskip.search.candidate import Candidate
 from layerskip.search.cost import CostModel
 from layerskip.search.settings import SearchSettings
+from layerskip.search.trained import Trained
 
 __all__ = ["conditions_of", "context_for", "longest_context", "measure_costs", "measure_rounds"]
 
@@ -36,6 +38,7 @@ def measure_costs(
     draft_length: int = 6,
     context: int = 256,
     rounds: int = _ROUNDS,
+    trained: Iterable[Trained] = (),
     notify: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> CostModel:
     """Measure what steps and passes cost behind `context` tokens, at batch 1, on this device.
@@ -46,6 +49,7 @@ def measure_costs(
     Args:
         vocabularies: draft vocabularies whose heads are to be measured, ids ascending.
         draft_length: verification is measured over 1 to `draft_length` + 1 tokens.
+        trained: paths whose blocks are to be measured too.
 
     Raises:
         SettingError: a number below 1, or a context that the model has no room for.
@@ -64,28 +68,32 @@ def measure_costs(
     heads = [(candidate, ids) for ids in vocabularies for candidate in (skipping[-1], others[-1])]
     plans = [candidate.plan(length) for candidate, length in measured]
     plans += [candidate.plan(min(2, draft_length), ids) for candidate, ids in heads]
+    vocab_size = model.decoder.vocab_size
+    drafted = [replace(candidate, vocabulary_size=vocab_size) for candidate, _ in measured]
+    drafted += [replace(candidate, vocabulary_size=len(ids)) for candidate, ids in heads]
+    for candidate, plan in _of_trained(trained, vocabularies, draft_length, vocab_size):
+        drafted.append(candidate)
+        plans.append(plan)
     plain, times = measure_rounds(model, plans, context, rounds, notify)
     probe = _engine(model, plans[0], 1, 1)
     probe.release()
-    vocab_size = model.decoder.vocab_size
-    drafted = [(candidate, vocab_size) for candidate, _ in measured] + [
-        (candidate, len(ids)) for candidate, ids in heads
-    ]
-    attention_s, mlp_s, head_s = _fit(drafted, blocks, [each.draft_s for each in times])
+    attention_s, mlp_s, head_s, trained_s = _fit(drafted, blocks, [each.draft_s for each in times])
     by_width = {1: plain.verifications}
     for (candidate, length), each in zip(measured, times, strict=False):
         if candidate in skipping:
             by_width[length + 1] = by_width.get(length + 1, []) + each.verifications
-    return CostModel(
+    costs = CostModel(
         plain_s=plain.verify_s,
         attention_s=_shared(attention_s, model.inspection.attention_parameters),
-        mlp_s=_shared(mlp_s, model.inspection.mlp_parameters),
+        mlp_s=_shared(mlp_s, model.inspection.mlp_step_parameters),
         head_sizes=tuple(sorted(head_s)),
         head_s=tuple(head_s[size] for size in sorted(head_s)),
         verify_s=tuple(median(by_width[width]) for width in sorted(by_width)),
         conditions={**conditions_of(model), "context": context, "rounds": len(times[0].verifications), "batch": 1},
         reuses_exact_states=probe.static is None,
+        trained_s=trained_s,
     )
+    return replace(costs, trained_round_s=_beyond(costs, drafted, plans, times))
 
 
 def longest_context(model: Model, draft_length: int, rounds: int = _ROUNDS) -> int:
@@ -229,26 +237,60 @@ def _others(blocks: int) -> list[Candidate]:
     return list(dict.fromkeys(paths))
 
 
-def _fit(
-    drafted: Sequence[tuple[Candidate, int]], blocks: int, seconds: Sequence[float]
-) -> tuple[float, float, dict[int, float]]:
-    """Seconds of an attention, an MLP, and all the rest by the number of ids scored; none of them negative.
+def _of_trained(
+    trained: Iterable[Trained], vocabularies: Sequence[tuple[int, ...]], draft_length: int, vocab_size: int
+) -> Iterator[tuple[Candidate, DraftPlan]]:
+    """What is measured of trained paths: each by several numbers of drafts, and with every head.
 
-    Least squares of the relative error.
+    Of so short a step the head is a large part, which is measured best there.
+    """
+    short = min(2, draft_length)
+    for known in trained:
+        path, own = known.path, known.plan.draft_vocabulary
+        ways = [(own, length) for length in sorted({short, draft_length})]
+        ways += [(ids, short) for ids in vocabularies if len(ids) != path.vocabulary_size]
+        ways += [] if own is None else [(None, short)]
+        for ids, length in ways:
+            size = vocab_size if ids is None else len(ids)
+            candidate = Candidate((), (), path.exit_layer, size, path.name)
+            yield candidate, candidate.plan(length, ids, adapter=known.plan.adapter)
+
+
+def _fit(
+    drafted: Sequence[Candidate], blocks: int, seconds: Sequence[float]
+) -> tuple[float, float, dict[int, float], dict[str, float]]:
+    """Seconds of an attention, an MLP, all the rest by the number of ids scored, and each trained path's own blocks.
+
+    Least squares of the relative error; none of them is negative.
 
     Args:
-        drafted: of each draft step that was measured, its path and how many ids it scored.
+        drafted: of each draft step that was measured, what it ran; the number of ids is given also where it is all.
     """
-    sizes = sorted({ids for _, ids in drafted})
+    sizes = sorted({each.vocabulary_size for each in drafted if each.vocabulary_size is not None})
+    names = sorted({each.trained for each in drafted if each.trained is not None})
     rows = []
-    for candidate, ids in drafted:
+    for candidate in drafted:
         path = candidate.path(blocks)
         counts = [sum(step.attention for step in path), sum(step.mlp for step in path)]
-        rows.append([*counts, *(float(ids == size) for size in sizes)])
-    scaled = np.asarray(rows) / np.asarray(seconds)[:, None]
+        counts += [candidate.vocabulary_size == size for size in sizes]
+        rows.append([*counts, *(candidate.trained == name for name in names)])
+    scaled = np.asarray(rows, dtype=float) / np.asarray(seconds)[:, None]
     solution = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0]
     attention_s, mlp_s, *rest_s = (max(float(each), 1e-9) for each in solution)
-    return attention_s, mlp_s, dict(zip(sizes, rest_s, strict=True))
+    heads_s, trained_s = rest_s[: len(sizes)], rest_s[len(sizes) :]
+    return attention_s, mlp_s, dict(zip(sizes, heads_s, strict=True)), dict(zip(names, trained_s, strict=True))
+
+
+def _beyond(
+    costs: CostModel, drafted: Sequence[Candidate], plans: Sequence[DraftPlan], times: Sequence[RoundTimes]
+) -> dict[str, float]:
+    """`CostModel.trained_round_s`: how much longer the verifications of trained paths took than `costs` knows."""
+    found: dict[str, list[float]] = {}
+    for candidate, plan, each in zip(drafted, plans, times, strict=True):
+        if candidate.trained is not None:
+            known_s = costs.plain_s * costs.verify_ratio(plan.num_draft_tokens + 1, candidate)
+            found.setdefault(candidate.trained, []).append(each.verify_s - known_s)
+    return {name: max(0.0, sum(extra) / len(extra)) for name, extra in found.items()}
 
 
 def _shared(mean_s: float, parameters: Sequence[int]) -> tuple[float, ...]:

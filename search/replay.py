@@ -4,7 +4,8 @@ The model's own continuations are computed once, with the keys and values of eve
 all their positions at once. Each continuation is cut at anchors; a position sees the *full model's* entries before its
 anchor and the *candidate's own* from the anchor on: what it would see as a draft that began at the anchor, had all
 drafts before it been accepted. So the pass says, for every offset, which drafts stand, exactly as drafting one after
-another would. Nothing is decoded, no clock is read.
+another would. Nothing is decoded, no clock is read. A path that trained blocks end is drafted from the same anchors by
+the pass that trained it (`training/rollout.py`), so that its figures stand beside the others' text by text.
 
 Under sampling, texts are drawn from the target. With x the text's own next token, min(1, draft_probs[x] /
 target_probs[x]) has the mean sum(min(target_probs, draft_probs)), so the product of these over offsets, the last one
@@ -15,7 +16,7 @@ replaced by the sum itself, estimates without bias how often all drafts so far a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,61 +24,21 @@ from torch import Tensor
 
 from layerskip.drafters.self_draft import count_exact_blocks
 from layerskip.errors import SearchError, SettingError
+from layerskip.models.adapter import Adapter
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder, Head, Step
 from layerskip.models.span import Span
 from layerskip.sampling import Sampler, distribution
-from layerskip.search.acceptance import Acceptance
+from layerskip.search.outcome import TextOutcome, anchors_of
 from layerskip.search.texts import Text
+from layerskip.training.rollout import rollout
 
-__all__ = ["Replay", "TextOutcome"]
+__all__ = ["Replay"]
 
 _STATE_BYTES = 1 << 30  # for the full model's hidden states, kept so that candidates start where they first differ
+Norm = Callable[[Tensor], Tensor]
+
 _HEAD_POSITIONS = 512  # scored at once: logits over a vocabulary of 256k ids take half a megabyte each
-
-
-@dataclass(frozen=True)
-class TextOutcome:
-    """What became of one text's positions.
-
-    Attributes:
-        stands: (positions,), float64: chance that the draft for the text's next token is that token and is accepted;
-            0 or 1 when decoding is greedy.
-        overlap: (positions,), float64: chance that the draft is accepted, whatever it is; equal to `stands` when
-            decoding is greedy.
-        anchors: (positions,), int64: index of the position where the draft of each position began.
-    """
-
-    stands: Tensor
-    overlap: Tensor
-    anchors: Tensor
-
-    def accepted_lengths(self) -> list[int]:
-        """For greedy decoding, how many drafts stand from each anchor on, in order."""
-        lengths = []
-        for anchor in self.anchors.unique().tolist():
-            drafts = self.stands[self.anchors == anchor]
-            lengths.append(int(drafts.cumprod(0).sum().item()))
-        return lengths
-
-    def acceptance(self, draft_length: int) -> Acceptance:
-        """Counts over this text's anchors, for offsets below `draft_length`.
-
-        A first draft that the next anchor cuts short is left out: over all shifts, the beginning of the text would
-        otherwise count more often than the rest.
-        """
-        survived, observed = [0.0] * draft_length, [0] * draft_length
-        stands, overlaps, anchors = self.stands.tolist(), self.overlap.tolist(), self.anchors.tolist()
-        alive, second = 1.0, next((anchor for anchor in anchors if anchor > 0), 0)
-        for index, anchor in enumerate(anchors):
-            if index < second < draft_length:
-                continue
-            offset = index - anchor
-            alive = 1.0 if offset == 0 else alive
-            survived[offset] += alive * overlaps[index]
-            observed[offset] += 1
-            alive *= stands[index]
-        return Acceptance(tuple(survived), tuple(observed))
 
 
 @dataclass(frozen=True)
@@ -88,6 +49,8 @@ class _Batch:
         cache: the full model's entries in the slots before `text_slots`, room for a candidate's own behind them.
         states: by block (the number of blocks: behind the last), the full model's hidden states at the positions that
             drafts start from, (batch, positions, hidden_size). Block 0 is among them.
+        whole: the same as `states`, of whole texts, prompts included, (batch, slots, hidden_size): what trained blocks
+            read.
         next_tokens: (batch, positions), the token of the text behind each position.
         counts: positions of each row that are not padding.
         first: index of the first text.
@@ -98,6 +61,7 @@ class _Batch:
     cache: KVCache
     text_slots: int
     states: dict[int, Tensor]
+    whole: dict[int, Tensor]
     next_tokens: Tensor
     counts: list[int]
 
@@ -125,6 +89,7 @@ class Replay:
         batch_positions: int = 1024,
         sampler: Sampler | None = None,
         state_bytes: int = _STATE_BYTES,
+        adapters: Iterable[Adapter] = (),
     ) -> None:
         """Run the full model over `texts`, once.
 
@@ -132,6 +97,7 @@ class Replay:
             batch_positions: continuation tokens that are run at once, which bounds the memory of a pass.
             sampler: that the texts were drawn with; None: greedily.
             state_bytes: of the full model's hidden states, to be kept at most.
+            adapters: trained blocks that are to be replayed too; the states that they read are kept beside the others.
 
         Raises:
             SettingError: a draft length or a batch below 1, or no text with at least two continuation tokens.
@@ -149,7 +115,8 @@ class Replay:
         self.block_passes = 0.0
         self._positions = sum(each.num_positions for each in usable)
         kept = _kept_blocks(decoder, self._positions, state_bytes)
-        self._batches = [self._read(first, rows, kept) for first, rows in _batches(usable, batch_positions)]
+        read = frozenset(block for each in adapters for block in (each.spec.exit_layer, decoder.num_blocks))
+        self._batches = [self._read(first, rows, kept, read) for first, rows in _batches(usable, batch_positions)]
         # Rows of one batch are of like length; whoever looks at the first batches only is to see all lengths.
         random.Random(0).shuffle(self._batches)
 
@@ -188,6 +155,7 @@ class Replay:
         head: Head | None = None,
         shift: int = 0,
         draft_length: int | None = None,
+        adapter: Adapter | None = None,
     ) -> list[TextOutcome]:
         """Draft along `path` from every anchor of one part's texts.
 
@@ -197,17 +165,21 @@ class Replay:
                 an anchor, and at every offset once (the first few positions, in drafts cut short, more often at low
                 ones).
             draft_length: another than the replay's own.
+            adapter: trained blocks by which the path ends, one of those that the replay was made for.
 
         Raises:
-            SearchError: the path's logits are not finite.
+            SearchError: the path's logits are not finite, or the states that `adapter` reads were not kept.
         """
         length = self.draft_length if draft_length is None else draft_length
         with torch.inference_mode():
             part = self._batches[batch]
             # Texts differ in where their anchors lie, so that the start of an answer is not always at offset 0.
             anchors = [anchors_of(count, length, part.first + row + shift) for row, count in enumerate(part.counts)]
-            hidden = self._run(path, part, anchors)[_valid(part)]
-            stands, overlap = self._score(hidden, part, head)
+            if adapter is None:
+                hidden, norm = self._run(path, part, anchors), None
+            else:
+                hidden, norm = self._run_trained(adapter, part, anchors, length), adapter.final_norm
+            stands, overlap = self._score(hidden[_valid(part)], part, head, norm)
             return [
                 TextOutcome(mine, overlaps, each)
                 for mine, overlaps, each in zip(
@@ -215,16 +187,13 @@ class Replay:
                 )
             ]
 
-    def acceptance(self, path: Sequence[Step], batch: int, head: Head | None = None) -> list[Acceptance]:
-        """Of each text of one part."""
-        return [each.acceptance(self.draft_length) for each in self.outcomes(path, batch, head)]
-
     def run_sub_block(
         self, batch: int, step: Step, hidden: Tensor, shift: int = 0, draft_length: int | None = None
     ) -> Tensor:
         """Run the sub-blocks of one block on `hidden` (batch, positions, hidden_size) at one part's positions.
 
         For methods that build a path block by block. Each block's own entries from the last such call are replaced.
+        Where both sub-blocks of a block read its input (`Family.parallel`), one behind the other comes near it only.
 
         Args:
             draft_length: another than the replay's own; 1: every position sees the full model's entries and itself.
@@ -251,21 +220,37 @@ class Replay:
         self.block_passes += share * sum(step.attention + step.mlp for step in steps)
         return self.decoder.run(hidden, steps, part.cache, span)
 
+    def _run_trained(self, adapter: Adapter, part: _Batch, anchors: Sequence[Tensor], draft_length: int) -> Tensor:
+        """What trained blocks put out at each position, as drafted from its anchor: (batch, positions, hidden_size)."""
+        exit_layer, last, first = adapter.spec.exit_layer, self.decoder.num_blocks, min(part.starts)
+        if not {exit_layer, last} <= part.whole.keys():
+            raise SearchError("got trained blocks that this replay was not made for; expected one of its `adapters`.")
+        offsets = min(draft_length, max(part.counts))
+        share = sum(part.counts) / self._positions
+        self.block_passes += share * 2 * len(adapter.blocks) * offsets
+        outputs = torch.stack(
+            rollout(self.decoder, adapter, part.whole[exit_layer], part.whole[last], offsets, first)
+        )  # (offsets, batch, slots - first, hidden_size)
+        index = torch.arange(part.next_tokens.shape[1])
+        offset = (index - _padded(anchors, len(index))).clamp(0, offsets - 1)
+        where = (torch.tensor(part.starts)[:, None] - first + index).clamp(max=outputs.shape[2] - 1)
+        return outputs[offset, torch.arange(len(anchors))[:, None], where]
+
     def _span(self, part: _Batch, anchors: Sequence[Tensor]) -> Span:
         """The positions to replay, their entries written behind the text's."""
         width, slots = part.next_tokens.shape[1], part.text_slots
-        padded = torch.stack([torch.cat((each, each.new_full((width - len(each),), len(each)))) for each in anchors])
+        padded = _padded(anchors, width)
         starts = torch.tensor(part.starts)
         return self.decoder.span(
             part.starts, width, slots + width, slots, lambda window: hidden_slots(starts, padded, slots, window)
         )
 
-    def _score(self, hidden: Tensor, part: _Batch, head: Head | None) -> tuple[Tensor, Tensor]:
+    def _score(self, hidden: Tensor, part: _Batch, head: Head | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """`TextOutcome.stands` and `overlap` of `hidden` (positions, hidden_size), for all texts in a row."""
         next_tokens = part.next_tokens[_valid(part)]
         finals = part.states[self.decoder.num_blocks][_valid(part)] if self.sampler is not None else hidden
         scored = [
-            self._score_some(some, finals_of_some, following, head)
+            self._score_some(some, finals_of_some, following, head, norm)
             for some, finals_of_some, following in zip(
                 *(each.split(_HEAD_POSITIONS) for each in (hidden, finals, next_tokens)), strict=True
             )
@@ -274,9 +259,9 @@ class Replay:
         return stands, overlap
 
     def _score_some(
-        self, hidden: Tensor, finals: Tensor, next_tokens: Tensor, head: Head | None
+        self, hidden: Tensor, finals: Tensor, next_tokens: Tensor, head: Head | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        logits = self.decoder.logits(hidden[None], head)
+        logits = self.decoder.logits(hidden[None], head, norm)
         best = logits.max(dim=-1)
         if not best.values.isfinite().all():
             raise SearchError(
@@ -300,8 +285,12 @@ class Replay:
         ratio = torch.where(targeted > 0, drafted / targeted, (drafted > 0).to(drafted.dtype))
         return ratio.clamp(max=1).flatten(), torch.minimum(draft_probs, target_probs).sum(-1).flatten()
 
-    def _read(self, first: int, texts: Sequence[Text], kept: frozenset[int]) -> _Batch:
-        """Run the full model over some texts, keeping what candidates need of it."""
+    def _read(self, first: int, texts: Sequence[Text], kept: frozenset[int], read: frozenset[int]) -> _Batch:
+        """Run the full model over some texts, keeping what candidates need of it.
+
+        Args:
+            kept, read: blocks before which states are kept: of the positions that are replayed, and of whole texts.
+        """
         decoder, batch = self.decoder, len(texts)
         slots, positions = max(len(text.token_ids) for text in texts), max(text.num_positions for text in texts)
         token_ids = torch.zeros((batch, slots), dtype=torch.int64, device=decoder.device)
@@ -313,11 +302,13 @@ class Replay:
         rows = torch.arange(batch, device=decoder.device)[:, None]
         at_queries = where.clamp(max=slots - 1)
         with torch.inference_mode():
-            hidden, states = decoder.embed(token_ids), {}
+            hidden, states, whole = decoder.embed(token_ids, span), {}, {}
             for step in (*decoder.full_path, None):
                 block = decoder.num_blocks if step is None else step.block
                 if block in kept:
                     states[block] = hidden[rows, at_queries]
+                if block in read:
+                    whole[block] = hidden
                 if step is not None:
                     hidden = decoder.run(hidden, [step], cache, span)
             if not states[decoder.num_blocks].isfinite().all():
@@ -326,18 +317,7 @@ class Replay:
                     "(float16 overflows in some models)."
                 )
             next_tokens = token_ids[rows, (where + 1).clamp(max=slots - 1)]
-        return _Batch(texts, first, cache, slots, states, next_tokens, [text.num_positions for text in texts])
-
-
-def anchors_of(count: int, draft_length: int, shift: int) -> Tensor:
-    """For each of `count` positions, the index of the one where its draft began: (count,), int64.
-
-    Anchors lie `draft_length` apart; where none falls on the first position, a draft that begins there is cut short by
-    the next anchor.
-    """
-    phase = shift % draft_length
-    positions = torch.arange(count)
-    return ((positions - phase).div(draft_length, rounding_mode="floor") * draft_length + phase).clamp(min=0)
+        return _Batch(texts, first, cache, slots, states, whole, next_tokens, [text.num_positions for text in texts])
 
 
 def hidden_slots(starts: Tensor, anchors: Tensor, text_slots: int, window: int | None) -> Tensor:
@@ -359,6 +339,11 @@ def hidden_slots(starts: Tensor, anchors: Tensor, text_slots: int, window: int |
         of_text = of_text | (text <= (starts[:, None] + index)[:, :, None] - window)
         own = own | (index <= index[:, None] - window)
     return torch.cat((of_text, own), dim=-1).unsqueeze(1)
+
+
+def _padded(anchors: Sequence[Tensor], width: int) -> Tensor:
+    """`anchors_of` some rows as one tensor, (batch, width), int64."""
+    return torch.stack([torch.cat((each, each.new_full((width - len(each),), len(each)))) for each in anchors])
 
 
 def _valid(part: _Batch) -> Tensor:

@@ -11,16 +11,17 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, PartialFixedSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.errors import SettingError, did_you_mean
-from layerskip.search.space import Space
+from layerskip.search.space import TRAINED, Space
 
 __all__ = ["SAMPLERS", "EliteSampler", "make_pruner", "make_sampler"]
 
@@ -102,6 +103,41 @@ class EliteSampler(BaseSampler):
         return choices[min(max(index, 0), len(choices) - 1)]
 
 
+class _Untrained(PartialFixedSampler):
+    """Lets `base` propose what the model's own blocks can do, knowing of such trials alone.
+
+    Every trained path stands in the queue with every vocabulary, so there is nothing of it to propose; and what its
+    trials hold of other choices, which mean nothing there, would mislead a sampler.
+    """
+
+    def __init__(self, base: BaseSampler) -> None:
+        super().__init__({TRAINED: None}, base)
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return super().infer_relative_search_space(_without_trained(study), trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return super().sample_relative(_without_trained(study), trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return super().sample_independent(_without_trained(study), trial, param_name, param_distribution)
+
+
+def _without_trained(study: Study) -> Study:
+    """The same study as one in which no trained path was tried."""
+    seen = copy(study)
+
+    def trials(deepcopy: bool = True, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
+        return [each for each in study._get_trials(deepcopy, *args, **kwargs) if each.params.get(TRAINED) is None]
+
+    seen._get_trials = trials  # type: ignore[method-assign]
+    return seen
+
+
 def _best(study: Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """The elite, best first; with two objectives, those that no other trial beats in both, in any order."""
     if len(study.directions) > 1:
@@ -156,4 +192,5 @@ def make_sampler(name: str, space: Space, seed: int | None = None) -> BaseSample
         raise SettingError(f"got sampler={name!r}; expected one of {known}.{did_you_mean(name, SAMPLERS)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return SAMPLERS[name](space, seed)
+        sampler = SAMPLERS[name](space, seed)
+        return _Untrained(sampler) if space.trained else sampler

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerskip.errors import SearchError, SettingError, did_you_mean
 from layerskip.search.samplers import SAMPLERS, make_sampler
 from layerskip.search.space import Space, default_vocabulary_sizes
+from layerskip.search.trained import TrainedPath
 
 __all__ = ["Budget", "SearchSettings", "refuse_differences"]
 
@@ -148,8 +149,11 @@ class SearchSettings:
         if sizes is not None and not all(type(each) is int and each >= 1 for each in sizes):
             raise SettingError(f"got vocabulary_sizes={sizes!r}; expected integers of at least 1.")
 
-    def space(self, num_blocks: int, vocab_size: int) -> Space:
+    def space(self, num_blocks: int, vocab_size: int, trained: Iterable[TrainedPath] = ()) -> Space:
         """What there is to choose on a model of this size.
+
+        Args:
+            trained: further candidates. How many ids each was trained to score is a size to choose, for all.
 
         Raises:
             SettingError: nothing, or a draft vocabulary larger than the model's.
@@ -161,8 +165,11 @@ class SearchSettings:
             wrong = [size for size in self.vocabulary_sizes if size >= vocab_size]
             if wrong:
                 raise SettingError(f"got a draft vocabulary of {wrong[0]:,} ids; expected less than {vocab_size:,}.")
-            sizes = (*sorted(set(self.vocabulary_sizes)), None)
-        return Space(num_blocks, self.protect_first, self.protect_last, self.skips, self.exits, sizes)
+            sizes = self.vocabulary_sizes
+        paths = tuple(trained)
+        own = {each.vocabulary_size for each in paths}
+        sizes = (*sorted({size for size in {*sizes, *own} if size is not None}), None)
+        return Space(num_blocks, self.protect_first, self.protect_last, self.skips, self.exits, sizes, paths)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> SearchSettings:

@@ -84,13 +84,22 @@ def starts(judge: Judge, space: Space, retention: dict[str, list[float]], batche
     if space.exits:
         found += [Start(f"exit {layer}", Candidate.of(num, exit_layer=layer)) for layer in _exits(num)]
     shares = {size: _coverage(judge, size) for size in space.vocabulary_sizes}
-    inside: dict[Candidate, Start] = {}
+    # First what was trained: each path with each vocabulary, so that nothing of it is left for a sampler to propose.
+    inside = {each.candidate: each for each in _trained(space)}
     for start in found:
         size = _size_for(judge, shares, start.candidate)
         candidate = space.nearest(replace(start.candidate, vocabulary_size=size))
         if candidate.drafts(num):
             inside.setdefault(candidate, Start(start.name, candidate))
     return list(inside.values())
+
+
+def _trained(space: Space) -> Iterator[Start]:
+    """Every trained path, first scoring as many ids as it was trained to, then as the space has them."""
+    for path in space.trained:
+        for size in dict.fromkeys((path.vocabulary_size, *space.vocabulary_sizes)):
+            params = space.params(Candidate(exit_layer=path.exit_layer, vocabulary_size=size, trained=path.name))
+            yield Start(f"trained {path.name}", space.candidate(params))
 
 
 def _by_rank(judge: Judge, space: Space, retention: dict[str, list[float]]) -> Iterator[Start]:

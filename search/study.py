@@ -11,9 +11,9 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import optuna
@@ -35,6 +35,7 @@ from layerskip.search.settings import SearchSettings, refuse_differences
 from layerskip.search.space import Space
 from layerskip.search.starts import single_retention, starts
 from layerskip.search.texts import Calibration, Text
+from layerskip.search.trained import Trained
 
 __all__ = ["Prepared", "load_prepared", "open_study", "queue_starts"]
 
@@ -49,6 +50,7 @@ class Prepared:
 
     Attributes:
         retention: see `single_retention`.
+        trained: trained paths by name, as this worker has them.
     """
 
     study: optuna.Study
@@ -58,6 +60,7 @@ class Prepared:
     costs: CostModel
     retention: dict[str, list[float]]
     vocabularies: dict[int, tuple[int, ...]]
+    trained: Mapping[str, Trained] = field(default_factory=dict)
 
     def judge(self, model: Model, texts: Sequence[Text]) -> Judge:
         """For candidates on these texts."""
@@ -68,8 +71,9 @@ class Prepared:
             draft_length=self.settings.draft_length,
             batch_positions=_BATCH_POSITIONS,
             sampler=None if sampling is None else make_sampler_of(model, sampling),
+            adapters=[each.adapter for each in self.trained.values()],
         )
-        return Judge(replay, self.costs, self.vocabularies)
+        return Judge(replay, self.costs, self.vocabularies, self.trained)
 
 
 def open_study(
@@ -81,14 +85,16 @@ def open_study(
     costs: CostModel | None,
     progress: Progress,
     heartbeat_s: float = 60.0,
+    trained: Mapping[str, Trained] = {},
 ) -> tuple[Prepared, Judge]:
     """Join the study `name`, or create and prepare it; and the judge of its trials.
 
     Args:
         heartbeat_s: between two signs of life of the worker that prepares it.
+        trained: see `load_trained`.
 
     Raises:
-        SearchError: the study was made for another model, or with other settings, prompts or costs.
+        SearchError: the study was made for another model, or with other settings, trained paths, prompts or costs.
         LayerSkipError: its texts cannot be written, or its costs not be measured.
     """
     if costs is not None and costs.num_blocks != model.decoder.num_blocks:
@@ -96,17 +102,23 @@ def open_study(
             f"got costs of {costs.num_blocks} blocks for a model of {model.decoder.num_blocks}; expected those of this "
             "model. Measure them on it, or leave them out."
         )
+    unknown = [name for name in trained if costs is not None and name not in costs.trained_s]
+    if unknown:
+        raise SettingError(
+            f"got costs that do not say what the trained path {unknown[0]} ({trained[unknown[0]].plan.adapter}) takes; "
+            "expected those of a search with it. Measure them with it, or leave them out."
+        )
     with _quiet_optuna():
         directions = _directions(settings.objective)
         study = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
-    asked = _identity(model, settings, prompts)
+    asked = _identity(model, settings, prompts, trained)
     judge, claim, waits = None, Claim(study, heartbeat_s), False
     while not study.user_attrs.get("prepared"):
         if claim.take():
             with suppress(Overtaken), claim:
                 if not study.user_attrs.get("prepared"):  # just now, by whom we saw at it
                     _begin(study, asked, costs)
-                    judge = _prepare(model, study, settings, prompts, progress, claim)
+                    judge = _prepare(model, study, settings, prompts, progress, claim, trained)
             continue
         _refuse_another(name, study.user_attrs.get("made_for", asked), asked)
         if not waits:
@@ -115,7 +127,7 @@ def open_study(
         time.sleep(_WAIT_S)
     _refuse_another(name, study.user_attrs["made_for"], asked)
     # Workers that share a seed would all try the same: only who prepares the study takes the one that is set.
-    prepared = load_prepared(model, study, settings, None if judge is None else settings.seed)
+    prepared = load_prepared(model, study, settings, None if judge is None else settings.seed, trained)
     if costs is not None and costs != prepared.costs:
         raise SearchError(
             f"got the study {name!r}, which was made with other costs. Give it those, or none, or the new search a "
@@ -124,14 +136,20 @@ def open_study(
     return prepared, judge or prepared.judge(model, prepared.calibration.search)
 
 
-def load_prepared(model: Model, study: optuna.Study, settings: SearchSettings, seed: int | None) -> Prepared:
+def load_prepared(
+    model: Model,
+    study: optuna.Study,
+    settings: SearchSettings,
+    seed: int | None,
+    trained: Mapping[str, Trained] = {},
+) -> Prepared:
     """What a prepared study holds, with this worker's sampler and pruner.
 
     Args:
         seed: of the sampler; None draws one.
     """
     attributes = study.user_attrs
-    space = settings.space(model.decoder.num_blocks, model.decoder.vocab_size)
+    space = _space(model, settings, trained)
     calibration = Calibration.from_dict(attributes["calibration"])
     study.sampler = make_sampler(settings.sampler, space, seed)
     study.pruner = optuna.pruners.NopPruner()  # Optuna's default would prune
@@ -145,7 +163,13 @@ def load_prepared(model: Model, study: optuna.Study, settings: SearchSettings, s
         CostModel.from_dict(attributes["costs"]),
         attributes["retention"],
         _vocabularies(model, space, calibration),
+        trained,
     )
+
+
+def _space(model: Model, settings: SearchSettings, trained: Mapping[str, Trained]) -> Space:
+    paths = [each.path for each in trained.values()]
+    return settings.space(model.decoder.num_blocks, model.decoder.vocab_size, paths)
 
 
 def _directions(objective: str) -> list[StudyDirection]:
@@ -186,6 +210,7 @@ def _prepare(
     prompts: Sequence[Any] | None,
     progress: Progress,
     claim: Claim,
+    trained: Mapping[str, Trained],
 ) -> Judge:
     """Write into the study all that its workers share; what an earlier attempt has finished is kept.
 
@@ -201,7 +226,7 @@ def _prepare(
         claim.confirm()
         study.set_user_attr(name, value)
 
-    space = settings.space(model.decoder.num_blocks, model.decoder.vocab_size)
+    space = _space(model, settings, trained)
     context = context_for(model, settings)
     if study.user_attrs.get("calibration") is None:
         calibration = write_calibration(
@@ -226,11 +251,12 @@ def _prepare(
             list(_vocabularies(model, space, calibration).values()),
             draft_length=settings.draft_length,
             context=context,
+            trained=trained.values(),
             notify=stage,
         )
         keep("costs", costs.to_dict())
     keep("retention", {})
-    prepared = load_prepared(model, study, settings, settings.seed)
+    prepared = load_prepared(model, study, settings, settings.seed, trained)
     judge = prepared.judge(model, calibration.search)
     stage("ranking sub-blocks", 0, 1)
     keep("retention", queue_starts(study, judge, space))
@@ -257,8 +283,12 @@ def _vocabularies(model: Model, space: Space, calibration: Calibration) -> dict[
     return {size: most_frequent(ids, size, model.decoder.vocab_size, ends[:size]) for size in sizes}
 
 
-def _identity(model: Model, settings: SearchSettings, prompts: Sequence[Any] | None) -> dict[str, Any]:
-    """What a study is made for. Prompts by their hash; what costs were measured on by its kind."""
+def _identity(
+    model: Model, settings: SearchSettings, prompts: Sequence[Any] | None, trained: Mapping[str, Trained]
+) -> dict[str, Any]:
+    """What a study is made for. Prompts by their hash; what costs were measured on by its kind; in their order by name
+    the trained paths, so that all workers have the same.
+    """
     digest = None
     if prompts is not None:  # by their ids: the same prompt may come as text, list or tensor
         rows = given_ids(model, prompts)
@@ -269,6 +299,7 @@ def _identity(model: Model, settings: SearchSettings, prompts: Sequence[Any] | N
         "runs_as": {"dtype": str(model.decoder.dtype).removeprefix("torch."), "device": model.decoder.device.type},
         "settings": settings.to_dict(),
         "prompts": {"sha256": digest},
+        "trained": {name: asdict(trained[name].path) for name in sorted(trained)},
     }
 
 
@@ -280,6 +311,8 @@ def _refuse_another(name: str, kept: dict[str, Any], asked: dict[str, Any]) -> N
         )
     for what, key in (("model", "model"), ("dtype or device", "runs_as"), ("setting", "settings")):
         refuse_differences(name, kept[key], asked[key], what)
+    # Studies from before there were any have none.
+    refuse_differences(name, kept.get("trained", {}), asked["trained"], "set of trained paths")
     if asked["prompts"]["sha256"] is not None:  # a search that is resumed need not be given its prompts again
         refuse_differences(name, kept["prompts"], asked["prompts"], "set of prompts")
 

@@ -15,6 +15,7 @@ from layerskip.search.result import TrialRecord
 from layerskip.search.settings import SearchSettings
 from layerskip.search.space import Space
 from layerskip.search.study import Prepared
+from layerskip.search.trained import TrainedPath
 
 __all__ = ["FINISHED", "block_passes_of", "objective", "record_of", "records_of", "space_of"]
 
@@ -81,8 +82,9 @@ def records_of(study: optuna.Study, space: Space) -> list[TrialRecord]:
 def space_of(study: optuna.Study) -> Space:
     """What there was to choose in a study, by what it was made for."""
     made_for = study.user_attrs["made_for"]
-    settings = SearchSettings.from_dict(made_for["settings"])
-    return settings.space(made_for["model"]["num_layers"], made_for["model"]["vocab_size"])
+    settings, model = SearchSettings.from_dict(made_for["settings"]), made_for["model"]
+    trained = [TrainedPath(**each) for each in made_for.get("trained", {}).values()]
+    return settings.space(model["num_layers"], model["vocab_size"], trained)
 
 
 def block_passes_of(study: optuna.Study) -> float:

@@ -16,7 +16,7 @@ from layerskip.errors import CheckpointError, PlanError, PlanMismatchError, Unsu
 from layerskip.models.adapter import Adapter, AdapterSpec
 from layerskip.models.adapter_file import count_parameters, load_adapter, save_adapter
 from tests.contracts import DrawingDrafterContract
-from tests.special_models import agreeing_model
+from tests.special_models import adapter_of, agreeing_model
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
 
 SPECS = {
@@ -25,16 +25,6 @@ SPECS = {
     "exit and state": AdapterSpec(2),
     "exit alone": AdapterSpec(1, 1, reads_state=False),
 }
-
-
-def adapter_of(model, spec, scale=0.05):
-    """An adapter that was moved away from where training begins, so that no part of it is an identity."""
-    adapter = Adapter(model, spec)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter.modules.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return adapter
 
 
 class AdapterContract(DrawingDrafterContract):
@@ -149,10 +139,52 @@ def test_sampling_with_a_seed(plans):
     assert wrapped.generate(prompt(), plan=plans("llama", "jump"), **call).new_token_ids == plain.new_token_ids
 
 
-def test_cuda_graphs_and_compiled_rounds_fall_back(plans):
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3, "temperature": 0.8}], ids=["greedy", "drawn"])
+def test_rounds_of_fixed_shapes_draft_alike(plans, name, sampling):
+    """Rows of other lengths, shorter and longer than what is read at once; later calls take over what was recorded."""
+    wrapped = layerskip.wrap(agreeing_model("llama"))
+    rows = [prompt(12)[0].tolist(), prompt(3, 1)[0].tolist(), prompt(70, 2)[0].tolist()]
+    for drafts, inputs in ((3, rows), (3, rows[::-1]), (5, rows[1:2])):
+        call = {
+            "plan": plans("llama", name, num_draft_tokens=drafts),
+            "governor": "off",
+            "max_new_tokens": 40,
+            **sampling,
+        }
+        static, eager = (wrapped.generate(inputs, **call, cuda_graphs=each) for each in (True, False))
+        assert static.stats.execution.startswith("static: ")
+        assert static.new_token_ids == eager.new_token_ids
+        assert static.stats.accepted_histogram == eager.stats.accepted_histogram
+        assert static.stats.proposed > 0
+
+
+def test_fixed_shapes_with_lookup_and_rounds_without_a_draft(plans):
+    """The adapter falls behind, and reads what it missed."""
+    wrapped = layerskip.wrap(agreeing_model("llama"))
+    call = {"plan": plans("llama", "jump", lookup_tokens=4), "max_new_tokens": 60, "eos_token_id": None}
+    own = wrapped.generate([[5, 6] * 8], max_new_tokens=60, eos_token_id=None).new_token_ids
+    for governor in ("off", "fixed", "measured"):
+        result = wrapped.generate([[5, 6] * 8], **call, governor=governor, cuda_graphs=True)
+        assert result.new_token_ids == own and result.stats.execution.startswith("static: ")
+
+
+def test_recordings_are_not_taken_over_by_blocks_that_were_trained_further(tmp_path):
+    model = agreeing_model("llama")
+    wrapped, file = layerskip.wrap(model), tmp_path / "a.safetensors"
+    call = {"governor": "off", "max_new_tokens": 30, "eos_token_id": None}
+    for scale in (0.05, 0.5):
+        save_adapter(adapter_of(model, SPECS["jump"], scale), file, torch.float64)
+        plan = DraftPlan(exit_layer=0, adapter=str(file), num_draft_tokens=3)
+        static, eager = (wrapped.generate(prompt(), plan=plan, **call, cuda_graphs=each) for each in (True, False))
+        assert static.stats.accepted_histogram == eager.stats.accepted_histogram
+        os.utime(file, ns=(1, 1))
+
+
+def test_compiled_rounds_fall_back(plans):
     wrapped = layerskip.wrap(agreeing_model("llama"))
     own = wrapped.generate(prompt(), max_new_tokens=10).new_token_ids
-    result = wrapped.generate(prompt(), plan=plans("llama", "jump"), max_new_tokens=10, cuda_graphs=True)
+    result = wrapped.generate(prompt(), plan=plans("llama", "jump"), max_new_tokens=10, compile=True)
     assert result.new_token_ids == own
     assert "trained blocks" in result.stats.execution
 

@@ -104,6 +104,9 @@ def test_an_interrupt_and_resume(run, checkpoint, texts, monkeypatch):
         (["--recipe", "medusa"], "medusa"),
         (["--lora-rank", "2"], "--recipe layerskip"),
         (["--recipe", "layerskip", "--num-blocks", "2"], "--recipe jump"),
+        (["--begin-with", "none.json", "--recipe", "layerskip"], "--begin-with"),
+        (["--begin-with", "none.json", "--num-blocks", "2"], "--begin-with"),
+        (["--begin-with", "none.json"], "none.json"),
     ],
 )
 def test_what_is_refused(run, checkpoint, texts, words, said):

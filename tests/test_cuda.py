@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import layerskip
+from layerskip import DraftPlan
+from layerskip.models.adapter_file import save_adapter
 from layerskip.models.decoder import Decoder
 from tests.special_models import agreeing_model
+from tests.test_adapter import SPECS, adapter_of
 from tests.test_static_rounds import GREEDY, PLANS, SAMPLED, off
 from tests.tiny_models import FAMILY_NAMES, prompt, tiny_model, transformers_greedy
 
@@ -47,6 +50,18 @@ def test_a_later_call_replays_with_its_own_seed_and_length():
     for length, seed in ((9, 1), (5, 2), (20, 3)):
         call = {**SAMPLED, **off(plan), "seed": seed}
         static, eager = (model.generate(prompt(length).cuda(), **call, cuda_graphs=each) for each in (True, False))
+        assert torch.equal(static.sequences, eager.sequences)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_trained_blocks(name, tmp_path):
+    model = on_gpu(agreeing_model("llama"))
+    save_adapter(adapter_of(agreeing_model("llama"), SPECS[name]), tmp_path / "a.safetensors", torch.float64)
+    plan = DraftPlan(exit_layer=SPECS[name].exit_layer, adapter=str(tmp_path / "a.safetensors"), num_draft_tokens=3)
+    for settings in (GREEDY, SAMPLED):
+        call = {**settings, **off(plan)}
+        static, eager = (model.generate(prompt().cuda(), **call, cuda_graphs=each) for each in (True, False))
+        assert static.stats.execution == "static: CUDA graphs" and static.stats.proposed > 0
         assert torch.equal(static.sequences, eager.sequences)
 
 

@@ -12,12 +12,13 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, PreTrainedModel
 
 from layerskip.errors import CheckpointError, UnsupportedModelError
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder, Step
 from layerskip.models.families import FAMILIES, family_of, sliding_windows
+from tests.special_models import last_parameters
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, TINY_CONFIGS, prompt, tiny_model
 
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
@@ -71,7 +72,7 @@ def run(
 ) -> Tensor:
     """Logits of one pass over `token_ids` behind what `cache` holds; commits nothing."""
     span = decoder.span(cache.lengths, token_ids.shape[1], visible)
-    hidden = decoder.run(decoder.embed(token_ids), decoder.full_path if path is None else path, cache, span)
+    hidden = decoder.run(decoder.embed(token_ids, span), decoder.full_path if path is None else path, cache, span)
     return decoder.logits(hidden)
 
 
@@ -129,8 +130,12 @@ def test_single_precision_equals_transformers(name):
 
 @every_family
 def test_half_precision_is_as_exact_as_transformers(name):
-    """Against the same weights in float64: on average no further off than transformers itself, plus a tenth."""
-    token_ids = prompt(LENGTH)
+    """Against the same weights in float64: on average no further off than transformers itself, plus a tenth.
+
+    Where experts are chosen, one choice at a near-tie that falls otherwise moves all of a token: plus a half.
+    """
+    token_ids = prompt(LENGTH, batch=8)  # so that chance is small beside a tenth
+    allowed = 1.5 if FAMILIES[type(model_of(name)).__name__].experts else 1.1
     model = model_of(name, torch.bfloat16)
     exact = reference(copy.deepcopy(model).double(), token_ids)
     error = (reference(model, token_ids).double() - exact).abs().mean()
@@ -138,7 +143,7 @@ def test_half_precision_is_as_exact_as_transformers(name):
     for passes in PASSES.values():
         logits = run_in_passes(decoder_of(name, torch.bfloat16), token_ids, passes)
         assert logits.dtype == torch.bfloat16
-        assert (logits.double() - exact).abs().mean() < 1.1 * error
+        assert (logits.double() - exact).abs().mean() < allowed * error
 
 
 @every_family
@@ -188,10 +193,9 @@ def path_without(attention: set[int], mlp: set[int]) -> tuple[Step, ...]:
 @pytest.mark.parametrize("skip", SKIPS.values(), ids=SKIPS.keys())
 def test_skipping_equals_a_model_without_these_sub_blocks(name, skip):
     """The reference is transformers with the output projections of the skipped sub-blocks set to zero."""
-    attention, mlp = skip
-    model, family, token_ids = copy.deepcopy(model_of(name)), family_of(type(model_of(name)).__name__), prompt(LENGTH)
-    for block, projection in [(i, family.output) for i in attention] + [(i, family.down) for i in mlp]:
-        for parameter in model.get_submodule(family.layers)[block].get_submodule(projection).parameters():
+    model, token_ids = copy.deepcopy(model_of(name)), prompt(LENGTH)
+    for kind, blocks in zip(("attention", "mlp"), skip, strict=True):
+        for parameter in (each for block in blocks for each in last_parameters(model, block, kind)):
             parameter.zero_()
     decoder, expected = decoder_of(name), reference(model, token_ids)
     assert not torch.allclose(expected, reference(model_of(name), token_ids), atol=0.1)
@@ -208,7 +212,7 @@ def test_blocks_run_in_two_parts_equal_one_run(name):
     whole = run(decoder, cache, token_ids[:, 9:])
     for border in range(NUM_LAYERS + 1):
         span = decoder.span([9], LENGTH - 9)
-        hidden = decoder.run(decoder.embed(token_ids[:, 9:]), decoder.full_path[:border], cache, span)
+        hidden = decoder.run(decoder.embed(token_ids[:, 9:], span), decoder.full_path[:border], cache, span)
         hidden = decoder.run(hidden, decoder.full_path[border:], cache, span)
         assert torch.equal(decoder.logits(hidden), whole)
 
@@ -249,7 +253,7 @@ def test_a_span_on_another_device_covers_the_same(starts):
     for window in (None, 6):
         assert torch.equal(moved.mask(window), span.mask(window))
     assert torch.equal(moved.positions, span.positions)
-    assert all(map(torch.equal, moved.rotary, span.rotary))
+    assert all(map(torch.equal, moved.rotary(""), span.rotary("")))
     assert span.to(torch.device("cpu", 1)) is moved and span.to(torch.device("cpu")) is span
 
 
@@ -300,7 +304,7 @@ class LowRank(nn.Module):
         return self.base(inputs) + inputs @ self.down @ self.up
 
 
-LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+LINEARS = ("qkv.0", "qkv.1", "qkv.2", "output", "gate_up.0", "gate_up.1", "down")
 
 
 @pytest.mark.parametrize("linear", LINEARS)
@@ -308,7 +312,9 @@ LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 def test_changed_linears_are_called_as_they_are(linear, change):
     """With a hook, or replaced by another module, in any place; the result is transformers' with the same change."""
     model = copy.deepcopy(model_of("qwen3"))
-    where = getattr(family_of("Qwen3ForCausalLM"), linear)
+    field, _, index = linear.partition(".")
+    where = getattr(family_of("Qwen3ForCausalLM"), field)
+    where = where[int(index)] if index else where
     layer = model.model.layers[1]
     module = layer.get_submodule(where)
     if change == "hook":
@@ -331,9 +337,9 @@ def test_a_hook_on_the_head_is_called():
 
 
 def test_unknown_architecture_is_named_with_what_is_supported():
-    config = GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2)
+    config = GPTJConfig(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16, rotary_dim=4)
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedModelError, match="'GPT2LMHeadModel'.*LlamaForCausalLM.*families.py"):
+    with pytest.raises(UnsupportedModelError, match="'GPTJForCausalLM'.*LlamaForCausalLM.*families.py"):
         Decoder(model)
 
 

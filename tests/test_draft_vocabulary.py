@@ -10,7 +10,7 @@ from tests.contracts import PROMPTS
 from tests.drafting import always
 from tests.engines import drafter_of, make_engine
 from tests.special_models import agreeing_model
-from tests.tiny_models import FAMILY_NAMES, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
+from tests.tiny_models import FAMILY_NAMES, REPRESENTATIVES, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
 
 VOCABULARIES = {
     "one id": [27],
@@ -87,7 +87,7 @@ class TestDrafts:
 
 class TestOutput:
     @every_vocabulary
-    @pytest.mark.parametrize("family", FAMILY_NAMES)
+    @pytest.mark.parametrize("family", REPRESENTATIVES)
     def test_is_the_models_own(self, family, vocabulary):
         model = agreeing_model(family)
         plan = DraftPlan.exit(2, draft_vocabulary=vocabulary)

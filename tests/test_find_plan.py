@@ -20,7 +20,7 @@ from layerskip.search.replay import Replay
 from layerskip.search.result import Interval, SearchResult, TrialRecord
 from layerskip.search.samplers import SAMPLERS
 from layerskip.search.texts import Text
-from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, prompt, tiny_model
+from tests.tiny_models import NUM_LAYERS, REPRESENTATIVES, prompt, tiny_model
 
 SMALL = SearchSettings(
     positions=96,
@@ -91,7 +91,7 @@ def test_a_planted_set_of_sub_blocks_is_found() -> None:
     assert result.single_retention["mlp"][3] == 1.0 > result.single_retention["mlp"][4]
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_rounds_are_those_of_real_decoding(family: str) -> None:
     model = layerskip.wrap(tiny_model(family))
     for candidate in (Candidate.of(NUM_LAYERS, [2]), Candidate.of(NUM_LAYERS, exit_layer=3)):

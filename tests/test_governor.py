@@ -7,7 +7,7 @@ from layerskip import CostRatios, DraftPlan, SettingError
 from layerskip.draft import Draft
 from layerskip.drafters import LOOKUP_PRIORS
 from layerskip.governor import Always, FixedCosts, MeasuredCosts, Source, WorthIt
-from layerskip.governor.acceptance import AcceptanceRecord
+from layerskip.governor.acceptance import HOPE_WEIGHT, MEASURED_WEIGHT, AcceptanceRecord
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, tiny_model
 
@@ -169,6 +169,20 @@ class TestDecisions:
         play(own, lambda count: 0, 40)
         drafted = play(own, lambda count: count, 120)
         assert 6 in drafted
+
+    def test_what_was_measured_outlasts_bad_luck(self):
+        """A cheap draft that is right in a third of the cases gains; a mere hope is given up after a few failures."""
+
+        def rounds_with_a_draft(prior_weight: float) -> int:
+            own = governor(0, self=Source(3, 0.08, (0.4, 0.4, 0.4), prior_weight))
+            stood = iter([0, 0, 0, 1] * 50)
+            return sum(count > 0 for count in play(own, lambda count: min(count, next(stood)), 100))
+
+        assert rounds_with_a_draft(HOPE_WEIGHT) < 60 < 90 < rounds_with_a_draft(MEASURED_WEIGHT)
+
+    def test_what_was_measured_elsewhere_and_never_is_right_here_costs_little(self):
+        own = governor(0, slope=0.05, self=Source(3, 0.08, (0.5, 0.5, 0.5), MEASURED_WEIGHT))
+        assert (0.08 + 0.05) * sum(play(own, lambda count: 0, 128)) < 0.02 * 128
 
     def test_a_draft_as_dear_as_a_plain_step_is_never_made(self):
         assert sum(play(governor(1.0), lambda count: count, 50)) == 0

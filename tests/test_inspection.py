@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import FalconConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from layerskip.errors import CheckpointError, UnsupportedModelError
 from layerskip.models.decoder import Decoder
@@ -40,11 +40,43 @@ def test_windows_are_those_of_the_layers():
 
 
 def test_unknown_architecture_and_missing_folder(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+    (tmp_path / "config.json").write_text('{"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}')
+    with pytest.raises(UnsupportedModelError, match="GPTJForCausalLM.*supported are"):
         inspect_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         inspect_checkpoint(tmp_path / "nowhere")
+
+
+def test_what_would_be_wrong_is_refused_by_its_config(tmp_path):
+    FalconConfig(alibi=True, architectures=["FalconForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="FalconForCausalLM.*ALiBi"):
+        inspect_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM.*cannot be rolled back"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_step_reads_the_chosen_experts_only():
+    """Two of four in three layers; the second layer has an ordinary MLP."""
+    inspection, layers = inspect_model(tiny_model("qwen3-moe")), tiny_model("qwen3-moe").model.layers
+    unread = [(everything - read) for everything, read in
+              zip(inspection.mlp_parameters, inspection.mlp_step_parameters, strict=True)]  # fmt: skip
+    of_experts = sum(each.numel() for each in layers[0].mlp.experts.parameters())
+    assert unread == [of_experts // 2, 0, of_experts // 2, of_experts // 2]
+    assert inspection.step_parameters < inspection.parameters - inspection.embedding_parameters
+    assert inspection.draft_cost(Decoder(tiny_model("qwen3-moe")).full_path) == 1
+
+
+def test_positions_are_told_as_they_are():
+    gpt2, gemma3, smollm3 = (inspect_model(tiny_model(name)) for name in ("gpt2", "gemma3", "smollm3"))
+    assert (gpt2.rope, gpt2.rotated, gpt2.position_parameters) == ({}, (False,) * 4, 160 * 32)
+    assert set(gemma3.rope) == {"full_attention", "sliding_attention"} and gemma3.windows == (6, None) * 2
+    assert smollm3.rotated == (True, False) * 2
+
+
+def test_a_norm_that_both_sub_blocks_read_is_attentions():
+    layer, inspection = tiny_model("falcon").transformer.h[0], inspect_model(tiny_model("falcon"))
+    assert inspection.mlp_parameters[0] == sum(each.numel() for each in layer.mlp.parameters())
 
 
 def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: object) -> dict:

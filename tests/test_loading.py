@@ -420,8 +420,10 @@ class TestTokenizer:
             load_checkpoint(folder)
 
 
-def write_gguf(file: Path, model: LlamaForCausalLM, *, merge: str | None = "! #", rope_freqs: bool = False) -> None:
-    """Write the model as llama.cpp's converter would, in float32."""
+def write_gguf(
+    file: Path, model: LlamaForCausalLM, *, merge: str | None = "! #", rope_freqs: bool = False, tied: bool = False
+) -> None:
+    """Write the model as llama.cpp's converter would, in float32; a tied head is not written."""
     config, names = model.config, {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for i in range(config.num_hidden_layers):
         block = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
@@ -446,6 +448,8 @@ def write_gguf(file: Path, model: LlamaForCausalLM, *, merge: str | None = "! #"
         writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())
     for key, tensor in model.state_dict().items():
         name = key.removesuffix(".weight")
+        if tied and name == "lm_head":
+            continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-1])
         if heads:  # llama.cpp stores the two halves that a rotary pair comes from side by side
             tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from layerskip.models.norms import norm
 from tests.tiny_models import tiny_model
 
-FAMILIES = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
+FAMILIES = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, GemmaRMSNorm]
 DTYPES = [torch.bfloat16, torch.float16]
 SIZE = 576
 
@@ -33,7 +33,8 @@ def random_hidden(dtype: torch.dtype, scale: float) -> torch.Tensor:
 def exact(module: nn.Module, hidden: torch.Tensor, eps: float) -> torch.Tensor:
     """In float64 throughout, which the modules themselves are not."""
     hidden = hidden.double()
-    return module.weight.double() * hidden / (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
+    factor = module.weight.double() + isinstance(module, GemmaRMSNorm)
+    return factor * hidden / (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e2])
@@ -43,7 +44,7 @@ def exact(module: nn.Module, hidden: torch.Tensor, eps: float) -> torch.Tensor:
 def test_agrees_with_transformers_and_is_about_as_exact(kind, dtype, eps, scale):
     """Small inputs show eps, the offset a mean that is subtracted, the outliers a sum in low precision.
 
-    It is more exact than the modules, because it rounds once.
+    It is more exact than the modules, because it rounds once; or as exact as Gemma's, which does so too.
     """
     module, hidden = random_norm(kind, dtype, eps), random_hidden(dtype, scale)
     fast = norm(module)
@@ -53,7 +54,7 @@ def test_agrees_with_transformers_and_is_about_as_exact(kind, dtype, eps, scale)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-7)
     torch.testing.assert_close(ours.double(), truth, rtol=tolerance, atol=1e-7)
     error, their_error = ((each.double() - truth).abs().mean() for each in (ours, theirs))
-    assert error <= their_error
+    assert error <= 1.01 * their_error
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,6 +79,13 @@ def test_a_module_of_more_precision_is_kept(name, dtype):
     """The mean of (x, -x) is 0 up to float32's rounding only, which is much to a float32 model beside large values."""
     module = tiny_model(name, dtype=dtype).model.norm
     assert norm(module) is module
+
+
+def test_a_weight_of_zeros_is_a_factor_of_one():
+    """As Gemma's norms begin: both forms agree that the other one's output, 0, is wrong."""
+    module, hidden = GemmaRMSNorm(SIZE).bfloat16(), random_hidden(torch.bfloat16, 1.0)
+    assert norm(module) is not module
+    torch.testing.assert_close(norm(module)(hidden), module(hidden))
 
 
 def hooked() -> nn.Module:
@@ -109,8 +117,6 @@ class EpsOutside(LlamaRMSNorm):
 OTHERS = {
     "hook": hooked,
     "replaced forward": replaced,
-    "Gemma, weight off by one": lambda: random_norm(GemmaRMSNorm, torch.bfloat16),
-    "Gemma, weight of zeros": lambda: GemmaRMSNorm(SIZE).bfloat16(),
     "LayerNorm": lambda: random_norm(nn.LayerNorm, torch.bfloat16),
     "LayerNorm as it begins": lambda: nn.LayerNorm(SIZE).bfloat16(),
     "subclass": lambda: random_norm(Shifted, torch.bfloat16),

@@ -1,19 +1,25 @@
 """Anchored replay accepts what real drafting accepts: token by token in float64, and in the mean under sampling."""
 
+import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import layerskip
 from layerskip.errors import SearchError, SettingError
+from layerskip.models.adapter import AdapterSpec
+from layerskip.models.adapter_file import save_adapter
 from layerskip.models.decoder import Decoder
 from layerskip.sampling import Sampler
 from layerskip.search.acceptance import Acceptance, best_speedup
 from layerskip.search.candidate import Candidate
-from layerskip.search.replay import Replay, TextOutcome, anchors_of
+from layerskip.search.outcome import TextOutcome, anchors_of
+from layerskip.search.replay import Replay
 from layerskip.search.texts import Text
-from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model
+from tests.special_models import agreeing_model, likely_adapter
+from tests.tiny_models import NUM_LAYERS, REPRESENTATIVES, VOCAB_SIZE, prompt, tiny_model
 
 CANDIDATES = (
     Candidate.of(NUM_LAYERS, [2]),
@@ -62,7 +68,53 @@ def plan_of(candidate: Candidate, length: int, **more: object) -> layerskip.Draf
     )
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+TRAINED = {
+    "jump": AdapterSpec(0),
+    "exit alone": AdapterSpec(1, 2, reads_state=False),
+    "exit and state": AdapterSpec(2),
+}
+
+
+def trained(model: layerskip.Model, name: str, folder: Path, **more: object) -> layerskip.DraftPlan:
+    """A plan of trained blocks."""
+    file = folder / "adapter.safetensors"
+    save_adapter(likely_adapter(model.hf_model, TRAINED[name]), file, torch.float64)
+    return layerskip.DraftPlan(exit_layer=TRAINED[name].exit_layer, adapter=file, **more)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_trained_blocks_are_replayed_as_they_draft(family: str, name: str, tmp_path: Path) -> None:
+    """From the same anchors as all other candidates, in rows of other lengths and prompts, by all ids or by some."""
+    model, length, found = layerskip.wrap(agreeing_model(family)), 3, set()
+    texts = written(model, [9, 4, 13], [12, 9, 7])
+    ids = tuple(range(0, VOCAB_SIZE, 2)) if name == "exit alone" else None
+    plan = trained(model, name, tmp_path, num_draft_tokens=length, draft_vocabulary=ids)
+    adapter, path = model.adapter(plan), plan.path(NUM_LAYERS)
+    replay = Replay(model.decoder, texts, draft_length=length, batch_positions=24, adapters=[adapter])
+    assert replay.num_batches > 1
+    head = None if ids is None else model.decoder.partial_head(ids)
+    for batch, shift in itertools.product(range(replay.num_batches), range(length)):
+        drafted = replay.outcomes(path, batch, head, shift, adapter=adapter)
+        others = replay.outcomes(CANDIDATES[0].path(NUM_LAYERS), batch, shift=shift)
+        for text, outcome, other in zip(replay.texts_of(batch), drafted, others, strict=True):
+            assert outcome.anchors.equal(other.anchors)
+            anchors = outcome.anchors.unique().tolist()
+            for anchor, accepted in zip(anchors, outcome.accepted_lengths(), strict=True):
+                real = really_accepted(model, text, len(text.prompt) + anchor, plan)
+                assert accepted == min(real, int((outcome.anchors == anchor).sum())), (shift, anchor)
+                found.add(accepted)
+    assert found >= {0, 1}
+
+
+def test_trained_blocks_need_the_states_that_they_read(tmp_path: Path) -> None:
+    model = layerskip.wrap(agreeing_model("llama"))
+    adapter = model.adapter(trained(model, "jump", tmp_path))
+    with pytest.raises(SearchError, match="not made for"):
+        Replay(model.decoder, written(model, [5], [5])).outcomes((), 0, adapter=adapter)
+
+
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_every_anchor_accepts_what_real_drafting_accepts(family: str) -> None:
     model, length = layerskip.wrap(tiny_model(family)), 3
     texts = written(model, [9, 4, 13], [12, 9, 7])
@@ -116,10 +168,14 @@ def test_few_kept_states_and_small_batches_change_nothing() -> None:
     assert by_setting[0] == by_setting[1] == by_setting[2]
 
 
-def test_sampled_acceptance_is_that_of_the_real_loop() -> None:
+@pytest.mark.parametrize("name", ["skipped", "jump"])
+def test_sampled_acceptance_is_that_of_the_real_loop(name: str, tmp_path: Path) -> None:
     """Monte Carlo: 3,000 sampled rounds against the mean over 3,000 texts; a false alarm is a 4.5-sigma event."""
     model, length, runs = layerskip.wrap(tiny_model("llama")), 2, 3000
-    candidate = Candidate.of(NUM_LAYERS, [1], [2])
+    plan = plan_of(Candidate.of(NUM_LAYERS, [1], [2]), length)
+    if name in TRAINED:
+        plan = trained(model, name, tmp_path, num_draft_tokens=length)
+    adapter = None if plan.adapter is None else model.adapter(plan)
     ids = prompt(5, seed=3)[0].tolist()
     sampling = {"do_sample": True, "temperature": 3.0, "top_k": 0, "eos_token_id": []}
     # Sampled continuations of one prompt: the newest token, and those that drafts from there may say.
@@ -127,21 +183,19 @@ def test_sampled_acceptance_is_that_of_the_real_loop() -> None:
     sampler = model_sampler(model, ids, sampling)
     replay = Replay(
         model.decoder, [Text(tuple(ids), tuple(row)) for row in rows], draft_length=length, sampler=sampler,
-        batch_positions=1000,
+        batch_positions=1000, adapters=[] if adapter is None else [adapter],
     )  # fmt: skip
     survived = [[], []]
     for batch in range(replay.num_batches):
         # `shift` undoes that texts differ in where their anchors lie.
         for shift in range(length):
-            for outcome in replay.outcomes(candidate.path(NUM_LAYERS), batch, shift=shift):
+            for outcome in replay.outcomes(plan.path(NUM_LAYERS), batch, shift=shift, adapter=adapter):
                 if outcome.anchors.tolist() == [0] * length:
                     acceptance = outcome.acceptance(length)
                     survived[0].append(acceptance.survived[0])
                     survived[1].append(acceptance.survived[1])
     assert len(survived[0]) == runs
-    real = model.generate(
-        [ids] * runs, plan=plan_of(candidate, length), governor="off", max_new_tokens=length + 2, seed=10**6, **sampling
-    )
+    real = model.generate([ids] * runs, plan=plan, governor="off", max_new_tokens=length + 2, seed=10**6, **sampling)
     for offset in range(length):
         # Behind the first token, the round's drafts come first; how many of them stood:
         stood = [all(row[1 : 2 + offset]) for row in real.drafted]

@@ -48,7 +48,7 @@ def real_outputs(decoder, adapter, tokens, anchor):
     drafter.begin(state)
     if anchor:
         span = decoder.span([0], anchor)
-        decoder.run(decoder.embed(tokens[:, :anchor]), decoder.full_path, cache, span)
+        decoder.run(decoder.embed(tokens[:, :anchor], span), decoder.full_path, cache, span)
     cache.commit([anchor])
     drafter.propose(state, [OFFSETS])
     return torch.cat(heard, dim=1)[0]
@@ -62,11 +62,15 @@ def test_a_rollout_is_what_would_be_drafted(family, spec):
     adapter = Adapter(hf_model, spec)
     with torch.no_grad():
         cache = decoder.new_cache(1, tokens.shape[1], kept_states=(*{spec.exit_layer, NUM_LAYERS} - {0},))
-        decoder.run(decoder.embed(tokens), decoder.full_path, cache, decoder.span([0], tokens.shape[1]))
-        entry = cache.states[spec.exit_layer] if spec.exit_layer else decoder.embed(tokens)
+        span = decoder.span([0], tokens.shape[1])
+        decoder.run(decoder.embed(tokens, span), decoder.full_path, cache, span)
+        entry = cache.states[spec.exit_layer] if spec.exit_layer else decoder.embed(tokens, span)
         outputs = rollout(decoder, adapter, entry, cache.states[NUM_LAYERS], OFFSETS)
         logits = [decoder.logits(each, norm=adapter.final_norm)[0] for each in outputs]
+        later = rollout(decoder, adapter, entry, cache.states[NUM_LAYERS], OFFSETS, first=5)
     for anchor in (0, 1, 5, 9):
         real = real_outputs(decoder, adapter, tokens, anchor)
         for offset in range(OFFSETS):
             torch.testing.assert_close(logits[offset][anchor + offset], real[offset], rtol=1e-9, atol=1e-9)
+    for offset in range(OFFSETS):  # what lies before the first anchor need not be read again at each offset
+        torch.testing.assert_close(later[offset][:, offset:], outputs[offset][:, 5 + offset :], rtol=1e-9, atol=1e-9)

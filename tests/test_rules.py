@@ -160,7 +160,7 @@ def test_maximal_texts_depend_on_the_draft():
 @every_draft
 def test_greedy_texts_are_the_argmax_chain(name, draft, monkeypatch):
     """Whatever is drafted; and without noise or distributions, which cost more than the argmax."""
-    for name_of_cost in ("exponential", "exponential_at", "uniform", "distribution"):
+    for name_of_cost in ("exponential_at", "uniform", "distribution"):
         monkeypatch.setattr(rules, name_of_cost, None)
     chain = [START]
     for _ in range(6):
@@ -282,6 +282,20 @@ class TestPositionsWithoutDistribution:
         draft = Draft(torch.zeros(1, 1, dtype=torch.int64), [1])
         chosen = rule.accept(draft, scores, torch.tensor([[3, 4]]), torch.tensor(1)).next_token
         assert 0 <= chosen.item() < 9
+
+
+@pytest.mark.parametrize(("name", "sampled"), [("maximal", True), ("invariant", True), ("maximal", False)])
+def test_few_ids_are_drawn_as_if_all_others_were_impossible(name, sampled):
+    """The same tokens: the noise of an id does not depend on which others are scored."""
+    ids, generator = torch.tensor([2, 3, 7, 11, 40]), torch.Generator().manual_seed(0)
+    few = torch.randn(200, 1, 5, generator=generator)
+    everywhere = torch.full((200, 1, 50), float("-inf")).index_copy_(2, ids, few)
+    rule, positions = make_rule(name, seeds(200), sampled=sampled), torch.full((200, 1), 4)
+    tokens, probs = rule.draw(few, positions, torch.tensor(1), ids)
+    expected, all_probs = rule.draw(everywhere, positions, torch.tensor(1))
+    assert torch.equal(tokens, expected) and len(tokens.unique()) == 5
+    if probs is not None:
+        torch.testing.assert_close(probs, all_probs[:, :, ids])
 
 
 class TestDrawToken:

@@ -113,12 +113,13 @@ def test_a_stop_in_the_middle_of_a_draft(plan_of, name, length):
         assert_same(session.generate(TURNS[2]), model.generate(text, **options))
 
 
-def test_plans_and_settings_may_change_from_call_to_call(plan_of):
-    """Also between two adapters, whose entries take the same place in the cache."""
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_plans_and_settings_may_change_from_call_to_call(plan_of, every):
+    """Also between two adapters, whose entries take the same place in the cache, and to recorded rounds and back."""
     model = layerskip.wrap(agreeing_model("llama"))
     session = model.session(**OPTIONS)
     for index, name in enumerate([*PLANS, "jump", "two blocks", "model", "jump", "plain", "jump"]):
-        options = {**always(plan_of("llama", name)), "max_new_tokens": 2 + index % 3}
+        options = {**always(plan_of("llama", name)), "max_new_tokens": 2 + index % 3, "cuda_graphs": index % every == 0}
         if index % 4 == 3:
             options |= {**SAMPLED, "seed": index}
         text = [*session.token_ids, *TURNS[index % 2]]

@@ -16,7 +16,7 @@ from layerskip.recording import Direct
 from layerskip.static_pool import StaticPool
 from layerskip.static_rounds import TIERS, tier_of
 from tests.special_models import agreeing_model
-from tests.tiny_models import FAMILY_NAMES, prompt, tiny_model, transformers_greedy
+from tests.tiny_models import REPRESENTATIVES, prompt, tiny_model, transformers_greedy
 
 PLANS = {
     "plain": None,
@@ -37,7 +37,7 @@ def off(plan: DraftPlan | None) -> dict[str, object]:
 
 
 @every_plan
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_greedy_output_is_the_models_own(name, plan):
     model = layerskip.wrap(tiny_model(name))
     result = model.generate(prompt(), **off(plan), **GREEDY, cuda_graphs=True)

@@ -72,6 +72,26 @@ def test_it_learns_and_writes_a_plan(model, texts, tmp_path, changes):
     assert drafted.new_token_ids == own
 
 
+def test_blocks_that_were_trained_are_trained_further(model, texts, tmp_path):
+    """They begin as they are, whatever the settings say of blocks; a resumed run must begin with the same."""
+    first = train_exit(model, texts, tmp_path / "first", dataclasses.replace(SMALL, exit_layer=2, num_blocks=2))
+    before = weights_of(tmp_path / "first", model)
+    still = dataclasses.replace(SMALL, learning_rate=1e-9)
+    further = train_exit(model, texts, tmp_path / "still", still, begin_with=first)
+    assert further.exit_layer == 2 and further.provenance["settings"]["num_blocks"] == 2
+    assert further.provenance["begun_with"]["texts"] == first.provenance["texts"]
+    assert "curve" not in further.provenance["begun_with"]
+    assert further.acceptance_by_offset == first.acceptance_by_offset
+    for name, weight in weights_of(tmp_path / "still", model).items():
+        torch.testing.assert_close(weight, before[name], rtol=1e-2, atol=1e-4)
+    trained = train_exit(model, texts, tmp_path / "further", SMALL, begin_with=first)
+    assert trained.provenance["curve"][-1]["loss"] < first.provenance["curve"][-1]["loss"]
+    with pytest.raises(SettingError, match="begun_with"):
+        train_exit(model, texts, tmp_path / "still", still, begin_with=trained, resume=True)
+    with pytest.raises(SettingError, match="without trained blocks"):
+        train_exit(model, texts, tmp_path / "none", SMALL, begin_with=layerskip.DraftPlan.exit(2))
+
+
 def test_the_model_is_not_changed(texts, tmp_path):
     hf_model = tiny_model("llama-biased-tied", dtype=torch.float32)
     before = {name: each.clone() for name, each in hf_model.state_dict().items()}

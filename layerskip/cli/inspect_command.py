@@ -92,11 +92,11 @@ def _facts(model: str, inspection: Inspection) -> dict[str, str]:
         "blocks": f"{inspection.num_layers}, hidden size {inspection.hidden_size:,}",
         "  attention": f"{_each(inspection.attention_parameters)} parameters a block; {inspection.heads} heads, "
         f"{inspection.kv_heads} key/value heads of size {inspection.head_dim}; sees {_windows(inspection)}",
-        "  MLP": f"{_each(inspection.mlp_parameters)} parameters a block",
+        "  MLP": f"{_each(inspection.mlp_parameters)} parameters a block{_chosen(inspection)}",
         "head": f"{inspection.head_parameters:,} parameters, {inspection.head_blocks:.2f} blocks; "
         f"vocabulary {inspection.vocab_size:,}",
         "embedding": f"{inspection.embedding_parameters:,} parameters{tied}",
-        "positions": f"{inspection.max_positions:,}; rotary: {_rope(inspection)}",
+        "positions": f"{inspection.max_positions:,}; {_positions(inspection)}",
         "KV cache": f"{inspection.kv_bytes_per_token:,} bytes a token",
     }
 
@@ -129,10 +129,26 @@ def _windows(inspection: Inspection) -> str:
     return ", ".join(f"{named[window]} in {count} blocks" for window, count in kinds.items())
 
 
-def _rope(inspection: Inspection) -> str:
-    numbers = {name: value for name, value in inspection.rope.items() if name != "rope_type"}
+def _chosen(inspection: Inspection) -> str:
+    """Where experts are chosen, what a step reads."""
+    if inspection.mlp_step_parameters == inspection.mlp_parameters:
+        return ""
+    return f", of which a step over one token reads {_each(inspection.mlp_step_parameters)}"
+
+
+def _positions(inspection: Inspection) -> str:
+    count, num_layers = sum(inspection.rotated), inspection.num_layers
+    if not count:
+        return f"learned: {inspection.position_parameters:,} parameters"
+    kinds = {name: each for name, each in inspection.rope.items() if isinstance(each, dict)}
+    shown = "; ".join(f"{name} {_rope(each)}" for name, each in kinds.items()) or _rope(inspection.rope)
+    return f"rotary: {shown}" + (f", in {count} of {num_layers} blocks" if count < num_layers else "")
+
+
+def _rope(rope: dict[str, Any]) -> str:
+    numbers = {name: value for name, value in rope.items() if name != "rope_type"}
     shown = ", ".join(f"{name.removeprefix('rope_')} {value:g}" for name, value in numbers.items() if _is_number(value))
-    return f"{inspection.rope.get('rope_type', 'default')} ({shown})"
+    return f"{rope.get('rope_type', 'default')} ({shown})"
 
 
 def _is_number(value: Any) -> bool:

@@ -23,6 +23,7 @@ EXAMPLES = """\
 examples:
   layerskip search ./checkpoint --out plan.json                         # texts written by the model, 200 trials
   layerskip search ./checkpoint --prompts prompts.jsonl --budget 10m --out plan.json
+  layerskip search ./checkpoint --trained jump/plan.json adapter/plan.json --out plan.json      # these among others
   layerskip search ./checkpoint --storage postgresql://user:password@host/database --study mine --out plan.json
 The same command again goes on where it ended; with a database it may run on many machines at once.
 """
@@ -59,6 +60,14 @@ def add_parser(subparsers: Any) -> None:
         "--chat",
         action=argparse.BooleanOptionalAction,
         help="prompts that are plain strings are a user's messages (default: if the model has a chat template)",
+    )
+    parser.add_argument(
+        "--trained",
+        type=Path,
+        nargs="+",
+        action="extend",
+        metavar="PLAN",
+        help="plans of `layerskip train`, as further candidates",
     )
     parser.add_argument("--budget", default="200 trials", metavar="B", help="10m, 1.5h, or '200 trials' (the default)")
     parser.add_argument("--storage", metavar="FILE|URL", help="where trials are kept (default: a file beside the plan)")
@@ -117,8 +126,10 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from layerskip.plan import DraftPlan
     from layerskip.search import Budget, SearchSettings, find_plan
     from layerskip.search.report import write_report
+    from layerskip.search.trained import with_adapter_beside
 
     budget = Budget.parse(options.budget)
     if options.temperature is not None and options.temperature <= 0:
@@ -137,6 +148,7 @@ def _run(options: argparse.Namespace) -> int:
         prune=not options.no_prune,
     )
     lines = None if options.prompts is None else read_prompts(options.prompts)
+    trained = [DraftPlan.load(each) for each in options.trained or ()]
     study = options.study or Path(options.model).name or "layerskip"
     if _refuse_another_plan(options.out, study):
         note(f"{options.out} is from an earlier run of this search and will be replaced")
@@ -154,12 +166,14 @@ def _run(options: argparse.Namespace) -> int:
             storage=storage,
             study=study,
             settings=settings,
+            trained=trained,
             measure=not options.no_measure,
             heartbeat_s=options.heartbeat,
             progress=progress,
         )
     _refuse_another_plan(options.out, study)
-    result.plan.save(options.out)
+    beside = with_adapter_beside(result.plan, options.out, options.out.stem + "-adapter.safetensors")
+    beside.save(options.out)
     page = write_report(result, folder)
     print("\n".join(_summary(result)))
     print(f"plan: {options.out}\nreport: {page}")
@@ -206,6 +220,8 @@ def _refuse_another_plan(out: Path, study: str) -> bool:
 
 def _summary(result: SearchResult) -> list[str]:
     """What was found, in a few lines."""
+    from layerskip.search.report.telling import describe_training
+
     best, found = result.best, result.held_out
     speedup = found.predicted_speedup
     lines = [
@@ -216,6 +232,8 @@ def _summary(result: SearchResult) -> list[str]:
         f"stand, {found.tokens_per_round.value:.2f} tokens a round",
         f"predicted speed-up over plain decoding: {speedup.value:.2f} (95 %: {speedup.low:.2f} to {speedup.high:.2f})",
     ]
+    if result.plan.adapter is not None:
+        lines.insert(1, f"this is a trained path, {describe_training(result.plan)}")
     if found.measured_speedup is not None:
         each = found.measured_speedup
         lines.append(f"measured, on some of these texts: {each.value:.2f} ({each.low:.2f} to {each.high:.2f})")

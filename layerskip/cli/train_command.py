@@ -47,6 +47,7 @@ _OF_RECIPE = {
     "adapter": (*_OF_PATHS, "vocabulary_size", "exit_layer", "no_state"),
     "layerskip": ("lora_rank", "max_dropout", "curriculum"),
 }
+_OF_BEGINNING = ("exit_layer", "no_state", "num_blocks")  # what --begin-with decides
 _EXIT_SHARE = 5  # an adapter stands behind a fifth of the layers unless told otherwise
 
 
@@ -70,6 +71,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where all of it goes")
     parser.add_argument("--resume", action="store_true", help="go on with what was begun there")
+    parser.add_argument(
+        "--begin-with",
+        type=Path,
+        metavar="PLAN",
+        help="train the blocks of this plan further, say on --prompts of yours",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines, which the model only answers")
     source.add_argument("--texts", type=Path, metavar="FILE", help="an .npz file of token rows instead of writing any")
@@ -101,9 +108,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from layerskip.plan import DraftPlan
     from layerskip.training import ExitSettings, train_exit, train_layerskip
 
     settings = _settings(options)
+    begin_with = None if options.begin_with is None else DraftPlan.load(options.begin_with)
     model = load_model(options)
     texts = _texts(options, settings.tokens, settings.seed, model)
     if options.held_out_rows is None:
@@ -117,7 +126,7 @@ def _run(options: argparse.Namespace) -> int:
             if options.recipe == "adapter":
                 exit_layer = options.exit_layer or max(1, model.decoder.num_blocks // _EXIT_SHARE)
                 settings = replace(settings, exit_layer=exit_layer, reads_state=not options.no_state)
-            lines = _of_path(model, train_exit(model, texts, options.out, settings, **told))
+            lines = _of_path(model, train_exit(model, texts, options.out, settings, begin_with=begin_with, **told))
     print("\n".join([*lines, f"plan: {options.out / 'plan.json'}"]))
     return 0
 
@@ -136,6 +145,12 @@ def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
     from layerskip.training import ExitSettings, RecipeSettings
     from layerskip.training.loop import CHECKPOINT
 
+    if options.begin_with is not None:
+        for name in ("layerskip",) if options.recipe == "layerskip" else given(options, _OF_BEGINNING):
+            raise SettingError(
+                f"got --begin-with beside {name.replace('_', '-')}, which asks for other blocks than that plan's. "
+                "Leave one of them out."
+            )
     own = _OF_RECIPE[options.recipe]
     for recipe, names in _OF_RECIPE.items():
         for name in given(options, tuple(name for name in names if name not in own)):

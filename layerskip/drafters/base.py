@@ -88,6 +88,10 @@ class Recordable(Protocol):
         """
         ...
 
+    def note_steps(self, state: DecodeState) -> None:
+        """Take note that a recording of `steps` has run."""
+        ...
+
 
 def draft_chain(
     next_logits: Callable[[int], Tensor],
@@ -175,19 +179,21 @@ def _draw(
 ) -> tuple[Tensor, Tensor | None]:
     """The draft at `offset`, (batch, 1), written behind the tokens before it, and its distribution."""
     sampler, where = context.sampler, state.indices(offset)
-    # The largest of few logits can be found among them; processors and noise need every id in its place.
-    is_among_few = vocabulary is not None and sampler.is_bare and not sampler.do_sample
-    if vocabulary is not None and not is_among_few:
-        everywhere = logits.new_full((*logits.shape[:2], context.vocab_size), float("-inf"))
-        logits = everywhere.index_copy_(2, vocabulary, logits)
+    if vocabulary is not None and not sampler.prefix_free:  # such processors look ids up by their place
+        logits, vocabulary = _everywhere(logits, vocabulary, context.vocab_size, float("-inf")), None
     counts = None if sampler.prefix_free else [int(each) for each in live]
     prefix_lengths = [length + offset for length in state.lengths]
     scores = sampler.scores(logits, state.token_ids, prefix_lengths, counts)
-    token, probs = context.rule.draw(scores, where.unsqueeze(1), state.round_tensor)
-    if vocabulary is not None and is_among_few:
-        token = vocabulary[token]
+    token, probs = context.rule.draw(scores, where.unsqueeze(1), state.round_tensor, vocabulary)
+    if vocabulary is not None and probs is not None:
+        probs = _everywhere(probs, vocabulary, context.vocab_size, 0.0)
     state.token_ids[state.rows, where] = token.squeeze(1)
     return token, probs
+
+
+def _everywhere(values: Tensor, vocabulary: Tensor, vocab_size: int, elsewhere: float) -> Tensor:
+    """`values` (batch, tokens, ids) of the ids in `vocabulary` in their places: (batch, tokens, vocab_size)."""
+    return values.new_full((*values.shape[:2], vocab_size), elsewhere).index_copy_(2, vocabulary, values)
 
 
 def _confidence(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> Tensor:

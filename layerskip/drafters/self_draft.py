@@ -82,7 +82,7 @@ class SelfDrafter:
             if self._adapter is None:
                 return self.decoder.logits(hidden, self._head)
             hidden = (
-                self._read(state, self._adapter, state.lengths)
+                self._catch_up(state, self._adapter, state.lengths)
                 if offset == 0
                 else self._adapter.run(hidden, outputs[-1], state.cache, span)
             )
@@ -100,18 +100,33 @@ class SelfDrafter:
         self, state: DecodeState, count: int, visible: int, forward: Forward
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See `Recordable.steps`."""
-        path = self._exact + self._inexact
+        path, outputs = self._exact + self._inexact, list[Tensor]()
 
         def next_logits(offset: int) -> Tensor:
             newest = state.indices(offset - 1)
             token_ids = state.token_ids.gather(1, newest.unsqueeze(1))
-            return forward(token_ids, newest, visible, state.cache, path, self._head)
+            if self._adapter is None:
+                return forward(token_ids, newest, visible, state.cache, path, self._head)
+            span = self.decoder.span(newest, 1, visible)
+            hidden = self.decoder.run(self.decoder.embed(token_ids, span), path, state.cache, span)
+            if offset == 0:  # read again up to the newest token, as many as there can be that were not read before
+                starts = (newest + 1 - _MOST_LAG).clamp(min=0)
+                hidden = self._read(state, self._adapter, self.decoder.span(starts, _MOST_LAG, visible))
+                hidden = hidden[state.rows, newest - starts].unsqueeze(1)
+            else:
+                hidden = self._adapter.run(hidden, outputs[-1], state.cache, span)
+            outputs.append(hidden)
+            return self.decoder.logits(hidden, self._head, self._adapter.final_norm)
 
         return draft_steps(next_logits, self.context, state, count, self._head.vocabulary)
 
+    def note_steps(self, state: DecodeState) -> None:
+        """See `Recordable.note_steps`."""
+        self._reading.held = list(state.lengths)
+
     def _step(self, state: DecodeState, span: Span) -> tuple[Tensor, Tensor]:
         """Run the token at `span`: the hidden states behind the exact blocks, and behind the path."""
-        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions))
+        hidden = self.decoder.embed(state.token_ids.gather(1, span.positions), span)
         exact = self.decoder.run(hidden, self._exact, state.cache, span, self.exact_blocks)
         hidden = self.decoder.run(exact, self._inexact, state.cache, span, self.exact_blocks)
         return exact, hidden
@@ -123,28 +138,31 @@ class SelfDrafter:
         """
         ends = [length - 1 for length in state.lengths]  # the newest token's own states are not known yet
         if self._adapter is not None and max(map(sub, ends, self._reading.held)) > _MOST_LAG:
-            self._read(state, self._adapter, ends)
+            self._catch_up(state, self._adapter, ends)
             self._reading.held = ends
 
-    def _read(self, state: DecodeState, adapter: Adapter, ends: Sequence[int]) -> Tensor:
+    def _catch_up(self, state: DecodeState, adapter: Adapter, ends: Sequence[int]) -> Tensor:
         """Let the adapter read each row's positions from where it was up to `ends`; its output behind the last of each.
 
         Rows that lag less than others read beyond their end: void, and written over before it is read.
         """
-        cache, exit_layer = state.cache, adapter.spec.exit_layer
         width = max(map(sub, ends, self._reading.held))
-        starts = [max(0, min(held, cache.capacity - width)) for held in self._reading.held]
+        starts = [max(0, min(held, state.cache.capacity - width)) for held in self._reading.held]
 
         def run(starts: Sequence[int], tokens: int) -> Tensor:
-            span = self.decoder.span(starts, tokens)
-            if exit_layer:
-                entry = cache.states[exit_layer][span.rows, span.positions]
-            else:
-                entry = self.decoder.embed(state.token_ids.gather(1, span.positions))
-            before = None
-            if adapter.spec.reads_state:
-                states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
-                before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
-            return adapter.run(entry, before, cache, span)
+            return self._read(state, adapter, self.decoder.span(starts, tokens))
 
         return read(run, starts, ends, self.context.chunk)
+
+    def _read(self, state: DecodeState, adapter: Adapter, span: Span) -> Tensor:
+        """Let the adapter read the positions of `span` as the model left them: its outputs, (batch, tokens, hidden)."""
+        cache, exit_layer = state.cache, adapter.spec.exit_layer
+        if exit_layer:
+            entry = cache.states[exit_layer][span.rows, span.positions]
+        else:
+            entry = self.decoder.embed(state.token_ids.gather(1, span.positions), span)
+        before = None
+        if adapter.spec.reads_state:
+            states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
+            before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
+        return adapter.run(entry, before, cache, span)

@@ -94,7 +94,7 @@ class ModelDrafter:
             positions = span.positions.clamp(max=state.token_ids.shape[1] - 1)
             # An id that this model lacks (padding of a larger vocabulary) may still be the target's choice.
             token_ids = state.token_ids.gather(1, positions).clamp(max=self.decoder.vocab_size - 1)
-            hidden = self.decoder.embed(token_ids.to(self.decoder.device))
+            hidden = self.decoder.embed(token_ids.to(self.decoder.device), span)
             return self.decoder.run(hidden, self.decoder.full_path, self.cache, span)
 
         logits = self.decoder.logits(read(run, starts, ends, self.context.chunk))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import GoesOn
-from layerskip.governor.acceptance import AcceptanceRecord
+from layerskip.governor.acceptance import HOPE_WEIGHT, AcceptanceRecord
 from layerskip.governor.costs import Costs
 
 __all__ = ["Always", "Decision", "Governor", "Source", "WorthIt"]
@@ -38,11 +38,13 @@ class Source:
         most: drafts a round.
         cost_ratio: of one step in plain steps, a guess until measured; 0: free, and all its drafts come at once.
         priors: acceptance to assume at first, by grade and offset added up (`AcceptanceRecord`).
+        prior_weight: how firmly, in observations.
     """
 
     most: int
     cost_ratio: float
     priors: Sequence[float] = (0.8, 0.8, 0.8, 0.8)
+    prior_weight: float = HOPE_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,10 @@ class WorthIt:
         """`costs`: measured, or given."""
         self.sources = sources
         self.costs = costs
-        self._records = {name: [AcceptanceRecord(each.priors) for _ in range(batch)] for name, each in sources.items()}
+        self._records = {
+            name: [AcceptanceRecord(each.priors, each.prior_weight) for _ in range(batch)]
+            for name, each in sources.items()
+        }
 
     def decide(self, rooms: Sequence[int], grades: Grades) -> Decision:
         """See `Governor.decide`."""

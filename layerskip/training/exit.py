@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from layerskip.api import Model
 from layerskip.draft_vocabulary import most_frequent
 from layerskip.errors import SettingError, UnsupportedModelError
 from layerskip.models.adapter import Adapter, AdapterSpec
-from layerskip.models.adapter_file import save_adapter
+from layerskip.models.adapter_file import load_adapter, save_adapter
 from layerskip.models.decoder import Decoder
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
@@ -35,6 +36,7 @@ from layerskip.training.writing import ends_of
 __all__ = ["ExitSettings", "train_exit"]
 
 ADAPTER, PLAN = "adapter.safetensors", "plan.json"
+_HELD_OUT_BYTES = 10**9  # of memory, for the model's states of the texts that are judged on
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def train_exit(
     out: str | Path,
     settings: ExitSettings | None = None,
     *,
+    begin_with: DraftPlan | None = None,
     resume: bool = False,
     progress: Callable[[int, int, Point | None], None] = lambda step, steps, point: None,
 ) -> DraftPlan:
@@ -120,6 +123,8 @@ def train_exit(
 
     Args:
         texts: rows that the model wrote (`texts.write_texts`).
+        begin_with: a trained plan whose blocks are trained further, say on other texts; `exit_layer`, `num_blocks` and
+            `reads_state` of the settings are then those of its blocks. None: begin with the model's own last blocks.
         resume: go on with the run that was begun in `out`.
         progress: is told steps done, steps in all, and the newest point of the curve: with "agreement", how often the
             path says on held-out text what the model says, by offset, if the drafts before were the text's own tokens.
@@ -128,11 +133,13 @@ def train_exit(
         SettingError: settings out of range, a folder with another run, or texts that are too few.
         InputError: texts with ids or positions that the model does not have.
         UnsupportedModelError: a model on several devices, or with last blocks that are no plain linears.
-        CheckpointError: the checkpoint is damaged, or cannot be written.
+        CheckpointError: the checkpoint is damaged, or cannot be written; there are no blocks to begin with.
+        PlanMismatchError: these are of another model.
     """
-    settings, folder = settings or ExitSettings(), Path(out).resolve()
+    folder = Path(out).resolve()
+    settings, beginning = _beginning(model, settings or ExitSettings(), begin_with)
     folder.mkdir(parents=True, exist_ok=True)
-    run = _Run(model, texts, settings, folder)
+    run = _Run(model, texts, settings, folder, beginning)
     began = time.time()
     curve = optimise(
         run.adapter.modules,
@@ -156,6 +163,7 @@ def train_exit(
             "made_by": "layerskip train",
             "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
             "settings": asdict(settings),
+            "begun_with": None if begin_with is None else _without_curve(begin_with.provenance),
             "texts": {"rows": len(texts.tokens), "tokens": texts.num_tokens, "digest": texts.digest()},
             "seconds": curve[-1]["seconds"],
             "threads": torch.get_num_threads(),
@@ -173,7 +181,9 @@ def train_exit(
 class _Run:
     """What one run works on."""
 
-    def __init__(self, model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path) -> None:
+    def __init__(
+        self, model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path, beginning: Adapter | None = None
+    ) -> None:
         self.decoder, self.settings = model.decoder, settings
         vocab_size = self.decoder.vocab_size
         _refuse_model(self.decoder, settings)
@@ -204,17 +214,18 @@ class _Run:
         if settings.precision == "float32":
             self._head, self._bias = self._head.float(), None if self._bias is None else self._bias.float()
         spec = AdapterSpec(settings.exit_layer, settings.num_blocks, settings.reads_state)
-        self.adapter = Adapter(model.hf_model, spec)
+        self.adapter = beginning or Adapter(model.hf_model, spec)
         self.adapter.modules.float().requires_grad_(True)
         self.adapter.read()
         source = (self.decoder, model.identity)
         self.teacher = Teacher(*source, self._train[0], settings.exit_layer, folder, settings.kept_state_bytes)
-        self._judge = Teacher(*source, self._held_out[0], settings.exit_layer)
+        self._judge = Teacher(*source, self._held_out[0], settings.exit_layer, None, _HELD_OUT_BYTES)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         self.made_for = {
             **asdict(replace(settings, micro_rows=1, kept_state_bytes=0, checkpoint_every=1)),
             "model": asdict(model.identity),
             "texts": texts.digest(),
+            "begun_with": None if beginning is None else _digest(beginning),
             "vocabulary": hashlib.sha256(json.dumps(self.vocabulary).encode()).hexdigest()[:16],
         }
 
@@ -269,13 +280,38 @@ class _Run:
     def _scores(self, output: Tensor) -> Tensor:
         """Of `output` (positions, hidden_size) for the ids of the draft vocabulary: (positions, ids)."""
         with self._autocast:
-            return F.linear(self.adapter.final_norm(output), self._head, self._bias)
+            return self.decoder.numbers.finish(F.linear(self.adapter.final_norm(output), self._head, self._bias))
 
     @torch.no_grad()
     def _labels(self, state: Tensor) -> Tensor:
         """The model's own distribution over the draft vocabulary, (positions, ids)."""
         normed = self.decoder.final_norm(state).to(self._head.dtype)
-        return F.linear(normed, self._head, self._bias).float().softmax(-1)
+        return self.decoder.numbers.finish(F.linear(normed, self._head, self._bias)).float().softmax(-1)
+
+
+def _beginning(model: Model, settings: ExitSettings, plan: DraftPlan | None) -> tuple[ExitSettings, Adapter | None]:
+    """The blocks of `plan` as a copy of their own, and the settings with what these blocks are."""
+    if plan is None:
+        return settings, None
+    if plan.adapter is None:
+        raise SettingError(
+            "got a plan without trained blocks to begin with; expected one that `layerskip train` wrote."
+        )
+    model.check_plan(plan)
+    beginning = load_adapter(plan.adapter, model.hf_model, torch.float32)
+    return replace(settings, **beginning.spec.to_dict()), beginning
+
+
+def _digest(adapter: Adapter) -> str:
+    """Of its weights."""
+    digest = hashlib.sha256()
+    for name, each in sorted(adapter.modules.state_dict().items()):
+        digest.update(name.encode() + each.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _without_curve(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in provenance.items() if name != "curve"}
 
 
 def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
@@ -284,8 +320,9 @@ def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
     groups = [group for block in decoder.blocks[-settings.num_blocks :] for group in block.linears]
     if not all(each.is_plain for each in (decoder.full_head.linears, *groups)):
         raise UnsupportedModelError(
-            "got a model whose head, or one of whose last blocks, has linears that are quantised, wrapped or hooked; "
-            "expected plain ones, which trained blocks can begin with. Merge adapters, or load the original weights."
+            "got a model whose head, or one of whose last blocks, has linears that are quantised, wrapped, hooked, or "
+            "of a kind of their own (GPT-2's); expected plain ones, which trained blocks can begin with. Merge "
+            "adapters, or load the original weights."
         )
 
 

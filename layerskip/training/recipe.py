@@ -126,11 +126,12 @@ def layer_outputs(model: PreTrainedModel, tokens: Tensor, kept: Tensor | None = 
     outputs: list[Tensor] = []
     family = family_of(type(model).__name__)
 
-    def hear(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def hear(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        states, more = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
         if kept is not None:
-            output = torch.where(kept[:, len(outputs), None, None], output, args[0])
-        outputs.append(output)
-        return output
+            states = torch.where(kept[:, len(outputs), None, None], states, args[0])
+        outputs.append(states)
+        return states if more is None else (states, *more)
 
     handles = [layer.register_forward_hook(hear) for layer in model.get_submodule(family.layers).children()]
     try:
@@ -212,7 +213,7 @@ class _Run:
     """
 
     def __init__(self, model: PreTrainedModel, texts: TrainingTexts, settings: RecipeSettings) -> None:
-        family, geometry = family_of(type(model).__name__), geometry_of(model.config)
+        family, geometry = family_of(type(model).__name__, model.config), geometry_of(model.config)
         rows, row_tokens = texts.tokens.shape
         if geometry.num_layers < 2 or not all(each.is_floating_point() for each in model.parameters()):
             raise UnsupportedModelError(
@@ -235,6 +236,7 @@ class _Run:
         self.made_for |= {"model": asdict(identify(model)), "texts": texts.digest()}
         self._autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         self.model = copy.deepcopy(model).eval()
+        self._numbers = family.numbers(model.config)
         names = (family.layers, family.final_norm, family.head)
         self.layers, self._norm, self._head = map(self.model.get_submodule, names)
 
@@ -280,7 +282,7 @@ class _Run:
 
         Cross-entropy with the next tokens, summed, and the likeliest tokens, (positions,).
         """
-        scores = self._head(self._norm(output[:, :-1][counted]))  # (positions, vocab)
+        scores = self._numbers.finish(self._head(self._norm(output[:, :-1][counted])))  # (positions, vocab)
         return F.cross_entropy(scores.float(), tokens[:, 1:][counted], reduction="sum"), scores.argmax(-1)
 
 

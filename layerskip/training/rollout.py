@@ -7,8 +7,9 @@ up to the anchor, then one of each further offset: the pass of offset `j` at pos
 to ``p - j + 1``, and of each offset ``i > 1`` that at position ``p - j + i``. (Training-time test: EAGLE-3, Li et al.
 2025; HASS, Zhang et al. 2025.)
 
-Nothing here knows what the outputs are used for. Tokens are taken as the text has them, so offset `j` is what would be
-drafted if the drafts before it had been the text's own tokens.
+Nothing here knows what the outputs are used for: training takes their loss, a search asks which drafts stand. Tokens
+are taken as the text has them, so offset `j` is what would be drafted if the drafts before it had been the text's own
+tokens.
 """
 
 from __future__ import annotations
@@ -26,33 +27,40 @@ from layerskip.models.span import Span
 __all__ = ["rollout"]
 
 
-def rollout(decoder: Decoder, adapter: Adapter, entry: Tensor, state: Tensor, offsets: int) -> list[Tensor]:
+def rollout(
+    decoder: Decoder, adapter: Adapter, entry: Tensor, state: Tensor, offsets: int, first: int = 0
+) -> list[Tensor]:
     """Outputs of `adapter` at each offset, before norm and head.
 
     Args:
         entry: (batch, tokens, hidden_size), behind the exit; behind no block: the embedding.
         state: (batch, tokens, hidden_size), the model's own behind its last block.
         offsets: how many drafts to look ahead.
+        first: the first position that is an anchor. Those before it are read once, whatever `offsets` is: of a long
+            prompt neither time nor memory grow by each.
 
     Returns:
-        One tensor (batch, tokens, hidden_size) an offset. At offset `j` the first ``j - 1`` positions are void: no
-        anchor lies so far back.
+        One tensor (batch, tokens - first, hidden_size) an offset. At offset `j` its first ``j - 1`` positions are void:
+        no anchor lies so far back.
     """
     batch, tokens = entry.shape[:2]
     cache, before, outputs = _PassCache(), _shifted(state), []
     for offset in range(1, offsets + 1):
+        begin = 0 if offset == 1 else first
+        visible = tokens + (offset - 1) * (tokens - first)
         span = Span(
-            [0] * batch,
-            tokens,
-            visible=offset * tokens,
+            [begin] * batch,
+            tokens - begin,
+            visible=visible,
             group=decoder.group,
             tables=decoder.rotary_tables,
             dtype=_computed_in(entry),
             device=entry.device,
-            slot=(offset - 1) * tokens,
-            hidden_slots=None if offset == 1 else partial(_unseen, tokens, offset),
+            slot=visible - (tokens - begin),
+            hidden_slots=None if offset == 1 else partial(_unseen, tokens, first, offset),
         )
-        outputs.append(adapter.run(entry, before if adapter.spec.reads_state else None, cache, span))
+        output = adapter.run(entry[:, begin:], before if adapter.spec.reads_state else None, cache, span)
+        outputs.append(output[:, first - begin :])
         before = _shifted(outputs[-1])
     return outputs
 
@@ -78,13 +86,17 @@ def _shifted(states: Tensor) -> Tensor:
     return torch.nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
 
 
-def _unseen(tokens: int, offset: int, window: int | None) -> Tensor:
-    """Which keys the queries of an offset must not see: (1, 1, tokens, offset * tokens), bool. No `window` is asked."""
-    query, key = torch.arange(tokens)[:, None], torch.arange(tokens)
+def _unseen(tokens: int, first: int, offset: int, window: int | None) -> Tensor:
+    """Which keys the queries of an offset above 1 must not see. No `window` is asked.
+
+    Returns:
+        (1, 1, tokens - first, tokens + (offset - 1) * (tokens - first)), bool. Every query sees its own key, also where
+        no anchor lies so far back: a softmax over nothing is no number.
+    """
+    key, later = torch.arange(tokens), torch.arange(first, tokens)
+    query = later[:, None]
     seen = [key <= query - offset + 1]
-    seen += [key == query - offset + each for each in range(2, offset + 1)]
-    # A position before which no anchor lies sees itself, because a softmax over nothing is no number.
-    seen[-1] = seen[-1] | (key == query)
+    seen += [later == query - offset + each for each in range(2, offset + 1)]
     return ~torch.cat(seen, dim=1)[None, None]
 
 

@@ -22,8 +22,8 @@ __all__ = ["Teacher"]
 class Teacher:
     """States behind an exit and behind the last block, for the rows of `tokens`.
 
-    With a folder and enough bytes they are kept in a file there as they are computed: reading them again costs a
-    hundredth of a pass of the model. The file is opened when the first states are asked for.
+    With enough bytes they are kept as they are computed, in a file of `folder` or (None) in memory: reading them again
+    costs a hundredth of a pass of the model. The file is opened when the first states are asked for.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Teacher:
         Args:
             tokens: (rows, row_tokens), int64.
             exit_layer: 0: the states behind it are the embeddings, which are not kept.
-            most_bytes: that the file may take.
+            most_bytes: that they may take; 0: nothing is kept.
         """
         self._decoder, self._tokens, self._exit_layer = decoder, tokens, exit_layer
         self._behind = [each for each in (exit_layer, decoder.num_blocks) if each]
         self._shape = (len(tokens), len(self._behind), tokens.shape[1], decoder.hidden_size)
         self._numbers = len(tokens) * len(self._behind) * tokens.shape[1] * decoder.hidden_size
-        self._folder = folder if self._numbers * decoder.dtype.itemsize <= most_bytes else None
+        self._folder, self._keeps = folder, self._numbers * decoder.dtype.itemsize <= most_bytes
         digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
         self._made_for = {
             "model": asdict(identity),
@@ -62,23 +62,24 @@ class Teacher:
         """Behind the exit and behind the last block, of rows by their numbers: each (rows, row_tokens, hidden_size).
 
         Raises:
-            SettingError: there is no room for the file.
+            SettingError: there is no room for them.
         """
         decoder = self._decoder
         token_ids = self._tokens[list(rows)].to(decoder.device)
-        if self._folder is not None and self._kept is None:
-            self._open(self._folder)
+        if self._keeps and self._kept is None:
+            self._kept = torch.empty(self._shape, dtype=decoder.dtype) if self._folder is None else self._opened()
+        span = decoder.span([0] * len(rows), token_ids.shape[1])
         if self._kept is not None and self._done.issuperset(rows):
             found = self._kept[list(rows)].to(decoder.device)
         else:
             batch, tokens = token_ids.shape
             cache = decoder.new_cache(batch, tokens, kept_states=self._behind)
-            decoder.run(decoder.embed(token_ids), decoder.full_path, cache, decoder.span([0] * batch, tokens))
+            decoder.run(decoder.embed(token_ids, span), decoder.full_path, cache, span)
             found = torch.stack([cache.states[each] for each in self._behind], dim=1)
             if self._kept is not None:
                 self._kept[list(rows)] = found.cpu()
                 self._done.update(rows)
-        entry = found[:, 0] if self._exit_layer else decoder.embed(token_ids)
+        entry = found[:, 0] if self._exit_layer else decoder.embed(token_ids, span)
         return entry, found[:, -1]
 
     def flush(self) -> None:
@@ -88,9 +89,11 @@ class Teacher:
             scratch.write_text(json.dumps({"made_for": self._made_for, "rows": sorted(self._done)}), encoding="utf-8")
             os.replace(scratch, self._folder / "states.json")
 
-    def _open(self, folder: Path) -> None:
+    def _opened(self) -> Tensor:
         """Map the file; its rows are taken over if it is whole, and was made for the same."""
-        file, size = folder / "states.bin", self._numbers * self._decoder.dtype.itemsize
+        assert self._folder is not None
+        folder, size = self._folder, self._numbers * self._decoder.dtype.itemsize
+        file = folder / "states.bin"
         try:
             noted = json.loads((folder / "states.json").read_text(encoding="utf-8"))
             if noted["made_for"] == self._made_for and file.stat().st_size == size:
@@ -103,7 +106,7 @@ class Teacher:
                 # All of it now: a page for which there is no room later would end the process.
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(opened.fileno(), 0, size)
-            self._kept = torch.from_file(str(file), True, self._numbers, dtype=self._decoder.dtype).view(self._shape)
+            return torch.from_file(str(file), True, self._numbers, dtype=self._decoder.dtype).view(self._shape)
         except (OSError, RuntimeError) as error:
             raise SettingError(
                 f"got no room for {size / 1e9:.1f} GB of states in {folder}: {error}. Make room, or lower the bytes "

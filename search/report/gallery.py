@@ -11,7 +11,7 @@ from layerskip.search.cost import CostModel
 from layerskip.search.report.drawing import Drawing, draw
 from layerskip.search.report.layers import draw_heat, draw_path
 from layerskip.search.report.plots import draw_front, draw_history, draw_offsets, draw_predictions
-from layerskip.search.report.telling import chosen, is_known, is_start, num_layers, percent, ranked, times
+from layerskip.search.report.telling import chosen, counted, is_known, is_start, num_layers, percent, ranked, times
 from layerskip.search.result import Interval, SearchResult
 
 if TYPE_CHECKING:
@@ -53,12 +53,15 @@ def _picture(
 def _path(result: SearchResult) -> Picture:
     draft, layers = chosen(result), num_layers(result)
     skipped = f"{len(draft.skip_attention)} attentions and {len(draft.skip_mlp)} MLPs are left out"
-    end = "no exit" if draft.exit_layer is None else f"an exit after layer {draft.exit_layer - 1}"
+    end = "no exit" if draft.exit_layer is None else f"an exit after {counted(draft.exit_layer, 'layer')}"
+    if draft.trained is not None:
+        end += ", behind which trained blocks run"
     return _picture(
         "draft-layers",
         "The chosen draft, layer by layer",
-        "Every layer is an attention and an MLP. A draft goes through them from left to right; then the final norm "
-        "and the scoring of the vocabulary follow. The check runs all of them.",
+        "Every layer is an attention and an MLP. A draft goes through them from left to right; then "
+        f"{'' if draft.trained is None else 'the trained blocks, '}the final norm and the scoring of the vocabulary "
+        "follow. The check runs all of them.",
         f"The model's {layers} layers in two rows, attention and MLP: {skipped}, {end}.",
         "",
         lambda: draw_path(draft, layers),
@@ -80,7 +83,7 @@ def _importance(result: SearchResult) -> Picture:
             "",
             lambda: draw_heat(measured, chosen(result), "drafts kept with this sub-block alone left out"),
         )
-    complete = ranked(result.trials)
+    complete = [each for each in ranked(result.trials) if each.candidate.trained is None]
     best = complete[: math.ceil(len(complete) / 10)]
     layers = num_layers(result)
     skipped = [trial.candidate.skipped(layers) for trial in best]

@@ -40,16 +40,16 @@ def draw_path(candidate: Candidate, num_layers: int) -> Figure:
             axes.add_patch(Rectangle((x, y), 0.88, 0.84, facecolor=face, edgecolor=edge, linewidth=0.8))
         heights = [_ROWS[name]] * len(left_out)
         axes.plot(left_out, heights, "x", color=ORANGE, markersize=size, markeredgewidth=size / 4)
-    handles: list[Patch | Line2D] = [Patch(facecolor=BLUE, label="runs in the draft")]
+    handles: list[Patch | Line2D] = [Patch(facecolor=BLUE, label="runs in the draft")] if end else []
     if candidate.skip_attention or candidate.skip_mlp:
         handles.append(
             Line2D([], [], linestyle="", marker="x", color=ORANGE, markeredgewidth=1.8, label="left out of the draft")
         )
     if end < num_layers:
         axes.axvline(end - 0.5, color=INK, linewidth=1.6)
-        handles.append(
-            Line2D([], [], color=INK, linewidth=1.6, label=f"the draft's exit, after {counted(end, 'layer')}")
-        )
+        what = "the draft's exit" if candidate.trained is None else "trained blocks take over"
+        where = f"after {counted(end, 'layer')}" if end else "before any layer"
+        handles.append(Line2D([], [], color=INK, linewidth=1.6, label=f"{what}, {where}"))
         handles.append(Patch(facecolor=GRID, label="behind the exit: not reached"))
     figure.legend(handles=handles, loc="outside upper left", ncols=4)
     return figure

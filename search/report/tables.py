@@ -110,6 +110,12 @@ def cost_rows(costs: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             rows.append((f"{title} in a draft (mean of {len(layers)})", sum(layers) / len(layers)))
     for ids, seconds in zip(_numbers(costs.get("head_sizes")), _numbers(costs.get("head_s")), strict=False):
         rows.append((f"Embedding, norm and scoring {int(ids):,} tokens of the vocabulary in a draft", seconds))
+    for name, title in (
+        ("trained_s", "The blocks of the trained path {} in a draft"),
+        ("trained_round_s", "A round of the trained path {}, beyond its drafts and their check"),
+    ):
+        measured = costs.get(name) or {}
+        rows += [(title.format(path), seconds) for path, seconds in measured.items()]
     for width, seconds in enumerate(_numbers(costs.get("verify_s")), start=1):
         drafts = counted(width - 1, "drafted token") if width > 1 else "no draft"
         rows.append((f"Checking {drafts} and adding one token", seconds))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from layerskip.plan import DraftPlan
 from layerskip.search.candidate import Candidate
 from layerskip.search.result import Interval, SearchResult, TrialRecord
+from layerskip.search.trained import training_of
 
 __all__ = [
     "Headline",
@@ -17,6 +20,7 @@ __all__ = [
     "counted",
     "describe",
     "describe_draft",
+    "describe_training",
     "headline",
     "in_python",
     "in_shell",
@@ -73,7 +77,8 @@ def chosen(result: SearchResult) -> Candidate:
     """What the plan runs; the plan, not the trial, is what the reader uses."""
     plan = result.plan
     size = len(plan.draft_vocabulary) if plan.draft_vocabulary is not None else None
-    return Candidate(plan.skip_attention, plan.skip_mlp, plan.exit_layer, size)
+    trained = None if plan.adapter is None else result.best.candidate.trained
+    return Candidate(plan.skip_attention, plan.skip_mlp, plan.exit_layer, size, trained)
 
 
 def num_layers(result: SearchResult) -> int:
@@ -123,7 +128,9 @@ def describe(candidate: Candidate) -> str:
     skipped = {"attention": len(candidate.skip_attention), "MLP": len(candidate.skip_mlp)}
     without = " and ".join(counted(count, name) for name, count in skipped.items() if count)
     parts = [f"without {without}"] if without else []
-    if candidate.exit_layer is not None:
+    if candidate.trained is not None:
+        parts.append(f"trained {'blocks' if candidate.exit_layer else 'jump'} {candidate.trained}")
+    if candidate.exit_layer:
         parts.append(f"exit after {counted(candidate.exit_layer, 'layer')}")
     if candidate.vocabulary_size is not None:
         parts.append(f"{candidate.vocabulary_size:,} tokens scored")
@@ -154,20 +161,21 @@ def headline(result: SearchResult) -> Headline:
         basis = f"Measured by decoding for real: {times(measured.value)} times as fast{_spread(measured)}."
         if measured.value < 1 <= value:
             basis += " So the prediction is not borne out on this machine."
+    aside = "" if result.plan.adapter is None else ", a trained path,"
     spread = _spread(speedup)
     faster = f"{times(value)} times as fast as plain decoding{spread} {on}"
     if result.pays and measured is not None and measured.value < 1:
-        return Headline("open", f"The best draft is predicted {faster}, but measured it is slower.", basis)
+        return Headline("open", f"The best draft{aside} is predicted {faster}, but measured it is slower.", basis)
     if result.pays and speedup is not None and speedup.low < 1:
         doubt = f"The interval reaches below 1: there may be no gain. {basis}"
-        return Headline("open", f"The best draft is predicted {faster}, which may be chance.", doubt)
+        return Headline("open", f"The best draft{aside} is predicted {faster}, which may be chance.", doubt)
     if result.pays:
-        return Headline("good" if fresh else "open", f"The best draft is predicted {faster}.", basis)
+        return Headline("good" if fresh else "open", f"The best draft{aside} is predicted {faster}.", basis)
     if value >= 1:
-        title = f"No gain to count on: the best candidate is predicted {faster}."
+        title = f"No gain to count on: the best candidate{aside} is predicted {faster}."
         return Headline("open", title, f"The search itself does not call that worthwhile. {basis}")
     slower = f"{times(1 / value)} times as long{_spread(speedup, inverse=True)} {on}"
-    return Headline("bad", f"Nothing beats plain decoding: the best candidate would take {slower}.", basis)
+    return Headline("bad", f"Nothing beats plain decoding: the best candidate{aside} would take {slower}.", basis)
 
 
 def describe_draft(result: SearchResult) -> list[tuple[str, str]]:
@@ -185,7 +193,9 @@ def describe_draft(result: SearchResult) -> list[tuple[str, str]]:
             "Exit",
             "none: it goes through to the last layer"
             if plan.exit_layer is None
-            else f"after the first {end} of {layers} layers; the rest is not reached",
+            else f"after the first {end} of {layers} layers; the rest is not reached"
+            if end
+            else "before the first layer: it begins at the token's embedding",
         ),
         (
             "Tokens it can draft",
@@ -195,6 +205,8 @@ def describe_draft(result: SearchResult) -> list[tuple[str, str]]:
         ),
         ("Drafts a round", f"up to {counted(plan.num_draft_tokens, 'token')} before the whole model checks them"),
     ]
+    if plan.adapter is not None:
+        lines.insert(1, ("Trained path", describe_training(plan)))
     if plan.lookup_tokens:
         lines.append(
             (
@@ -205,6 +217,25 @@ def describe_draft(result: SearchResult) -> list[tuple[str, str]]:
     if plan.confidence_threshold:
         lines.append(("Stops early", f"behind a token that it gives less than {percent(plan.confidence_threshold)}"))
     return lines
+
+
+def describe_training(plan: DraftPlan) -> str:
+    """The trained path that a plan is: what of it runs, and which run trained it, as far as that is known."""
+    about = training_of(plan) or {}
+    run: Mapping[str, Any] = about.get("training") or {}
+    texts = run.get("texts") if isinstance(run.get("texts"), Mapping) else {}
+    settings = run.get("settings") if isinstance(run.get("settings"), Mapping) else {}
+    blocks = about.get("num_blocks")
+    what = counted(blocks, "block") if isinstance(blocks, int) else "blocks"
+    known = [
+        f"{about.get('name', 'unknown')}: {what} of its own",
+        f"trained by {run['made_by']}" if run.get("made_by") else "",
+        str(run.get("made_at") or ""),
+        _of(settings, "tokens", "on {:,} tokens"),
+        f"from the texts {texts['digest']}" if texts and texts.get("digest") else "",
+        _of(run, "seconds", "in {:,.0f} s"),
+    ]
+    return ", ".join(filter(None, known))
 
 
 def in_python(result: SearchResult) -> str:
@@ -225,6 +256,11 @@ def in_shell(result: SearchResult) -> str:
     options = " ".join(f"--{name} {shlex.quote(value)}" for name, value in _loading(result).items())
     words = ["layerskip generate --model", shlex.quote(_model(result)), options, "--plan plan.json"]
     return " ".join(filter(None, words)) + f' \\\n    --max-new-tokens 64 --chat "{_PROMPT}"'
+
+
+def _of(values: Mapping[str, Any] | None, name: str, text: str) -> str:
+    value = (values or {}).get(name)
+    return text.format(value) if isinstance(value, int | float) else ""
 
 
 def _where(layers: tuple[int, ...]) -> str:

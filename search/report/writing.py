@@ -17,24 +17,27 @@ from layerskip.search.report.gallery import PICTURES, hang
 from layerskip.search.report.page import fill_page
 from layerskip.search.report.tables import without_password
 from layerskip.search.result import SearchResult
+from layerskip.search.trained import with_adapter_beside
 
 __all__ = ["read_report", "write_report"]
 
-PAGE, DATA, PLAN = "report.html", "report.json", "plan.json"
+PAGE, DATA, PLAN, ADAPTER = "report.html", "report.json", "plan.json", "adapter.safetensors"
 # The page comes last: whoever finds the new page finds the rest.
-FILES = (*(f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png")), PLAN, DATA, PAGE)
+FILES = (*(f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png")), ADAPTER, PLAN, DATA, PAGE)
 
 
 def write_report(result: SearchResult, folder: Path) -> Path:
     """Write `report.html`, `report.json`, `plan.json` and the pictures (SVG and PNG) into `folder`, which is made.
 
-    Other files of the folder stay. The same result gives the same bytes. JSON has no endless numbers: they are null.
+    The trained blocks of a plan that has some are copied beside it. Other files of the folder stay. The same result
+    gives the same bytes. JSON has no endless numbers: they are null.
 
     Returns:
         The page, which needs none of the other files.
 
     Raises:
-        SearchError: matplotlib is missing, or the files cannot be written; what was there before is still whole.
+        SearchError: matplotlib is missing, the plan's trained blocks are not where they were, or the files cannot be
+            written; what was there before is still whole.
     """
     folder = Path(folder)
     result = replace(result, storage=without_password(result.storage))
@@ -52,7 +55,7 @@ def write_report(result: SearchResult, folder: Path) -> Path:
                 if picture.drawing is not None:
                     (new / f"{picture.name}.svg").write_bytes(picture.drawing.svg)
                     (new / f"{picture.name}.png").write_bytes(picture.drawing.png)
-            result.plan.save(new / PLAN)
+            with_adapter_beside(result.plan, new / PLAN, ADAPTER).save(new / PLAN)
             (new / DATA).write_text(data, encoding="utf-8", newline="\n")
             (new / PAGE).write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
             _exchange(folder, new, old)
