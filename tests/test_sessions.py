@@ -521,7 +521,7 @@ def test_calls_that_are_refused(model, inputs, options, error, message):
     assert said.stats.reused_tokens == len(TURNS[0]) - 1, "what was read is not lost by a mistyped setting"
 
 
-@pytest.mark.parametrize("name", ["plain", "exit", "skip", "lookup", "model and lookup"])
+@pytest.mark.parametrize("name", ["plain", "exit", "skip", "lookup", "itself", "exit and state"])
 def test_rounds_of_fixed_shapes(plan_of, name):
     """They have a cache of their own, which the next call may find changed. Forks and failures among them."""
     model = layerskip.wrap(agreeing_model("llama"))
