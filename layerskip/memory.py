@@ -82,14 +82,17 @@ class Memory:
         Args:
             is_whole: the call went to its end.
         """
-        caches = [
-            cache for cache in (self.cache, *(each.cache for each in self.readings.values())) if cache is not None
-        ]
+        if self.cache is None:
+            return Memory()
+        caches = {who: each.cache or self.cache for who, each in self.readings.items()}
         if not is_whole:
-            for cache in caches:
+            for cache in (self.cache, *caches.values()):
                 cache.wipe()
-        held = 0 if self.cache is None else self.cache.lengths[0]
-        return replace(self, token_ids=self.token_ids[:held])
+        # A reader that was interrupted may count drafts that it has read.
+        readings = {
+            who: replace(each, held=[min(each.held[0], caches[who].lengths[0])]) for who, each in self.readings.items()
+        }
+        return replace(self, token_ids=self.token_ids[: self.cache.lengths[0]], readings=readings)
 
     def copied(self) -> Memory:
         """The same in tensors of its own, no larger than they need be."""

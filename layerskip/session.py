@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from layerskip.decoding import check_stream, check_streamer, decode, make_result
 from layerskip.engine import Commit, Engine
-from layerskip.errors import InputError, SettingError
+from layerskip.errors import DecodingError, InputError, LayerSkipError, SettingError
 from layerskip.memory import Memory, common_length
 from layerskip.request import CallOptions, Request
 from layerskip.result import GenerationResult
@@ -165,9 +165,8 @@ class Session:
         }  # fmt: skip
         with self._alone():
             turn = self._asked(inputs, is_question=False)
-            request = self._request(turn, {**options, **nothing})
             if turn.token_ids:  # what a template says first may depend on what is still to come
-                with self._engine(request) as engine:
+                with self._engine(self._request(turn, {**options, **nothing})) as engine:
                     engine.read_only()
             self._turns[-1] = turn
 
@@ -214,7 +213,12 @@ class Session:
     def _engine(self, request: Request) -> Iterator[Engine]:
         """An engine over the session's memory, which is the engine's meanwhile."""
         memory, self._memory = self._memory, Memory()  # where even the way back fails, all is read again
-        engine = self._model.engine(request, memory)
+        try:
+            engine = self._model.engine(request, memory)
+        except LayerSkipError as error:
+            if not isinstance(error, DecodingError):  # out of memory, perhaps in the middle of growing
+                self._memory = memory.settled(is_whole=True)
+            raise
         is_whole = False
         try:
             yield engine

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerskip
-from layerskip import DraftPlan, InputError, SettingError
+from layerskip import CheckpointError, DraftPlan, InputError, SettingError
 from layerskip.models.adapter import AdapterSpec
 from layerskip.models.adapter_file import save_adapter
 from layerskip.models.cache import KVCache
@@ -29,6 +29,7 @@ PLANS = {
     "lookup": DraftPlan.lookup(4),
     "exit and lookup": DraftPlan.exit(2, lookup_tokens=4),
     "model": DraftPlan.model(tiny_model("llama")),
+    "itself": DraftPlan.model(agreeing_model("llama"), num_draft_tokens=2),
     "model and lookup": DraftPlan.model(tiny_model("llama"), lookup_tokens=3),
     "jump": AdapterSpec(0),
     "two blocks": AdapterSpec(0, 2),
@@ -118,7 +119,7 @@ def test_plans_and_settings_may_change_from_call_to_call(plan_of, every):
     model = layerskip.wrap(agreeing_model("llama"))
     session = model.session(**OPTIONS)
     for index, name in enumerate([*PLANS, "jump", "two blocks", "model", "jump", "plain", "jump"]):
-        options = {**always(plan_of("llama", name)), "max_new_tokens": 3 + index % 3, "cuda_graphs": index % every == 0}
+        options = {**always(plan_of("llama", name)), "max_new_tokens": 2 + index % 3, "cuda_graphs": index % every == 0}
         if index % 4 == 3:
             options |= {**SAMPLED, "seed": index}
         text = [*session.token_ids, *TURNS[index % 2]]
@@ -170,6 +171,16 @@ class TestMessages:
         with pytest.raises(InputError, match="got messages in a session of token ids"):
             other.generate("Why?")
         assert (session.turns, other.turns) == (1, 1)
+
+    def test_a_template_that_begins_with_the_question(self, model, monkeypatch):
+        """There is nothing to read of a system prompt alone."""
+        monkeypatch.setattr(
+            model.tokenizer, "chat_template", "{{ messages[-1]['content'] }}{{ messages[0]['content'] }}"
+        )
+        session = model.session(system="Be", **OPTIONS)
+        messages = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Why"}]
+        assert (session.token_ids, session.messages) == ([], messages[:1])
+        assert_same(session.generate("Why"), model.generate(messages, **OPTIONS))
 
     def test_nothing_new_to_answer(self, model):
         session = model.session(**OPTIONS)
@@ -279,7 +290,7 @@ class Fails:
 
 
 class TestFailures:
-    @pytest.mark.parametrize("name", ["exit", "model and lookup", "exit and state"])
+    @pytest.mark.parametrize("name", ["exit", "itself", "exit and state"])
     @pytest.mark.parametrize("where", ["stopping_criteria", "logits_processor", "streamer"])
     def test_a_call_that_fails_changes_nothing(self, plan_of, name, where):
         """Wherever in a round it fails. Catches drafts or half-committed rounds that count as read."""
@@ -287,14 +298,16 @@ class TestFailures:
         session = model.session(**options)
         session.generate(TURNS[0])
         text = session.token_ids
-        for at, error in zip((1, 2, 4, 5), itertools.cycle((RuntimeError, KeyboardInterrupt)), strict=False):
+        for at, error in zip((2, 3, 4, 5), itertools.cycle((RuntimeError, KeyboardInterrupt)), strict=False):
             fails = Fails(at, error)
             with pytest.raises(error, match="on purpose"):
                 session.generate(TURNS[2], **{where: fails if where == "streamer" else [fails]})
             assert session.token_ids == text and session.turns == 1
-            said = session.fork().generate(TURNS[2])
+            said, again = session.fork().generate(TURNS[2]), session.fork()
             assert_same(said, model.generate([*text, *TURNS[2]], **options))
             assert said.stats.reused_tokens >= len(text) - 1
+            again.read([*TURNS[2], *said.new_token_ids[0][:4]])
+            assert_same(again.generate(), model.generate(again.token_ids[: len(text) + 8], **options))
         session.generate(TURNS[1])
 
     @pytest.mark.parametrize("part", ["run", "logits", "embed"])
@@ -493,6 +506,7 @@ class TestGrowth:
         ([3], {"num_return_sequences": 2}, SettingError, "got num_return_sequences=2 in a session"),
         ([3], {"attention_mask": [1]}, InputError, "got attention_mask in a session"),
         ([3], {"acceptance_rule": "maximum"}, SettingError, "Did you mean 'maximal'"),
+        (TURNS[0], {"plan": DraftPlan(exit_layer=0, adapter="nowhere.safetensors")}, CheckpointError, "no file"),
         ([3], {"streamer": 3}, InputError, "got streamer=3"),
     ],
 )
@@ -502,10 +516,12 @@ def test_calls_that_are_refused(model, inputs, options, error, message):
     session.rewind(0)
     with pytest.raises(error, match=message):
         session.generate(inputs, **options)
-    assert_same(session.generate(TURNS[0]), model.generate(TURNS[0], **OPTIONS))
+    said = session.generate(TURNS[0])
+    assert_same(said, model.generate(TURNS[0], **OPTIONS))
+    assert said.stats.reused_tokens == len(TURNS[0]) - 1, "what was read is not lost by a mistyped setting"
 
 
-@pytest.mark.parametrize("name", ["plain", "exit", "skip", "lookup", "model and lookup"])
+@pytest.mark.parametrize("name", ["plain", "exit", "skip", "lookup", "itself", "exit and state"])
 def test_rounds_of_fixed_shapes(plan_of, name):
     """They have a cache of their own, which the next call may find changed. Forks and failures among them."""
     model = layerskip.wrap(agreeing_model("llama"))
