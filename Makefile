@@ -35,7 +35,7 @@ bench: $(STAMP)
 		$(BIN)/python -m experiments.bench --model "$$model" --threads 2 $${DATA:+--data "$$DATA"} $(BENCH)
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
