@@ -1,12 +1,14 @@
 """Several prompts in one call: each row decodes as it would alone, and the whole is laid out as transformers does."""
 
+import itertools
+
 import pytest
 import torch
 
 from layerskip import DraftPlan, InputError, wrap
 from tests.drafting import always
 from tests.special_models import agreeing_model, llama_with
-from tests.tiny_models import prompt, tiny_model, transformers_greedy
+from tests.tiny_models import FAMILY_NAMES, prompt, tiny_model, transformers_greedy
 
 LENGTHS = (9, 3, 14, 6)
 PROMPTS = [prompt(length, seed=length)[0].tolist() for length in LENGTHS]
@@ -29,12 +31,17 @@ def padded(prompts, pad: int = 0):
     return ids, mask
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        *itertools.product(FAMILIES, PLANS),
+        *((family, "exit") for family in FAMILY_NAMES if family not in FAMILIES),
+    ],
+)
 def test_greedy_rows_equal_each_row_alone(family, plan):
     """Catches positions, masks or cache entries that are taken from the longest row instead of the row's own."""
     model = agreeing_model(family)
-    result = wrap(model).generate(PROMPTS, **always(plan), max_new_tokens=16, eos_token_id=None)
+    result = wrap(model).generate(PROMPTS, **always(PLANS[plan]), max_new_tokens=16, eos_token_id=None)
     for row, tokens in zip(PROMPTS, result.new_token_ids, strict=True):
         own = transformers_greedy(model, torch.tensor([row]), max_new_tokens=16)
         assert tokens == own[0, len(row) :].tolist()

@@ -342,3 +342,28 @@ def test_the_benchmark_takes_a_trained_plan_and_a_temperature(run_bench, trained
     tables, document = run_bench(*words, "--dtype", "float32", "--temperature", "0.7", "--arms", "self", "combined")
     assert "sampled at temperature 0.7" in tables and document["options"]["temperature"] == 0.7
     assert document["draft_costs"]["in_plain_steps"]["draft"] > 0
+
+
+def test_the_table_of_families_counts_what_passed(tmp_path):
+    """By architecture; a variant's name may contain another's."""
+    from experiments.family_table import outcomes, table
+    from layerskip import InputError
+
+    parity, everywhere = "test_equals_transformers_however_the_text_is_cut", "test_every_family_plan_and_draft_length"
+    cases = [
+        f'<testcase name="{parity}[one pass-gemma]"/>',
+        f'<testcase name="{parity}[one pass-gemma-old]"><failure/></testcase>',
+        f'<testcase name="{everywhere}[gemma-exit 2]"/>',
+        f'<testcase name="{everywhere}[gemma-mlp]"><skipped/></testcase>',
+        '<testcase name="test_other[gemma]"/>',
+    ]
+    file = tmp_path / "tests.xml"
+    file.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    found = outcomes(file, {"gemma": "GemmaForCausalLM", "gemma-old": "OldGemmaForCausalLM"})
+    assert table(found).splitlines()[2:] == [
+        "| Gemma | ✓ 1 | ✓ 1 | – | – | – |",
+        "| OldGemma | 1 of 1 fail | – | – | – | – |",
+    ]
+    file.write_text("no report")
+    with pytest.raises(InputError, match="no report of tests"):
+        outcomes(file, {})

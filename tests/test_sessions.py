@@ -15,7 +15,7 @@ from layerskip.models.cache import KVCache
 from tests.drafting import always
 from tests.special_models import agreeing_model, llama_with
 from tests.test_adapter import adapter_of
-from tests.tiny_models import prompt, tiny_model, transformers_greedy
+from tests.tiny_models import FAMILY_NAMES, prompt, tiny_model, transformers_greedy
 from tests.toy_tokenizer import character_tokenizer
 
 FAMILIES = ("llama", "mistral-window", "qwen2-window", "qwen3")
@@ -71,6 +71,7 @@ def assert_same(ours, fresh):
 CASES = [
     *(("llama", name, None) for name in PLANS),
     *((family, name, None) for family in FAMILIES[1:] for name in ("exit and lookup", "model", "exit and state")),
+    *((family, "exit", None) for family in FAMILY_NAMES if family not in FAMILIES),
     *(("llama", name, "maximal") for name in ("plain", "skip", "model", "two blocks")),
     *(("llama", name, "invariant") for name in ("exit", "exit and state")),
 ]
