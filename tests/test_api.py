@@ -20,6 +20,7 @@ import layerskip
 from layerskip import DraftPlan, InputError, Model, UnsupportedModelError, load, wrap
 from layerskip.models.loading import quiet
 from tests.drafting import always
+from tests.naming import told
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, tiny_model, transformers_greedy
 from tests.toy_tokenizer import character_tokenizer
@@ -75,7 +76,7 @@ class TestLoadAndWrap:
         assert used <= own
         assert len(used) == 7 * 4 + 1
 
-    @pytest.mark.parametrize("thing", ["a/path", None, torch.nn.Linear(1, 1), LogitsProcessor()], ids=repr)
+    @pytest.mark.parametrize("thing", ["a/path", None, torch.nn.Linear(1, 1), LogitsProcessor()], ids=told)
     def test_wrapping_something_else(self, thing):
         with pytest.raises(UnsupportedModelError, match=r"got a \w+; expected a transformers model.*layerskip.load"):
             wrap(thing)

@@ -9,6 +9,7 @@ import torch
 
 from layerskip import DraftPlan, PlanError, PlanMismatchError, wrap
 from layerskip.identity import identify
+from tests.naming import told
 from tests.tiny_models import VOCAB_SIZE, prompt
 
 PLANS = [
@@ -77,7 +78,7 @@ class TestVocabulary:
     @pytest.mark.parametrize("ids", [
         [7, 3, 3, 40], (40, 7, 3), {3, 7, 40}, np.array([40, 3, 7]), torch.tensor([3, 40, 7]), iter([3, 7, 40]),
         [np.int64(7), np.uint8(3), 40],
-    ], ids=str)  # fmt: skip
+    ], ids=told)  # fmt: skip
     def test_is_sorted_and_counted_once(self, ids):
         plan = DraftPlan.exit(2, draft_vocabulary=ids)
         assert plan.draft_vocabulary == (3, 7, 40)
@@ -87,7 +88,7 @@ class TestVocabulary:
     @pytest.mark.parametrize("value", [
         [], (), torch.tensor([]), [-1], [3, -1], ["3"], "37", [1.5], [True], [None], 7, torch.tensor(7), [[3]],
         torch.tensor([True, False]), torch.tensor([[3, 4]]),
-    ], ids=str)  # fmt: skip
+    ], ids=told)  # fmt: skip
     def test_a_bad_one(self, value):
         """A mask of the ids is not a list of them: it would pass for the ids 0 and 1."""
         with pytest.raises(

@@ -12,6 +12,7 @@ from layerskip import DraftPlan, InputError, LayerSkipError, PlanError, PlanMism
 from layerskip.errors import UnknownSettingError
 from layerskip.models.block import Block
 from layerskip.request import make_request
+from tests.naming import told
 from tests.special_models import llama_with
 from tests.tiny_models import VOCAB_SIZE, prompt, tiny_model
 from tests.toy_tokenizer import character_tokenizer
@@ -47,7 +48,7 @@ class TestPrompts:
             TOKENIZER("abc", return_tensors="pt"),
             TOKENIZER(["abc"], padding=True),
         ],
-        ids=repr,
+        ids=told,
     )
     def test_every_form_of_one_prompt(self, inputs):
         assert request(inputs).prompts == [[3, 4, 5]]
@@ -63,7 +64,7 @@ class TestPrompts:
             TOKENIZER(["abc", "d"], padding=True),
             TOKENIZER(["abc", "d"], padding=True, padding_side="left", return_tensors="pt"),
         ],
-        ids=repr,
+        ids=told,
     )
     def test_every_form_of_two_prompts(self, inputs):
         assert request(inputs).prompts == [[3, 4, 5], [6]]
@@ -88,7 +89,7 @@ class TestPrompts:
         "inputs",
         [[], (), "", [[]], [[3], []], torch.zeros(0, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long),
          torch.zeros(0, 3, dtype=torch.long), ["a", ""], {"input_ids": []}],
-        ids=repr,
+        ids=told,
     )  # fmt: skip
     def test_an_empty_prompt(self, inputs):
         with pytest.raises(InputError, match=r"got .*(empty prompt|without rows).*; expected at least one"):
@@ -99,7 +100,7 @@ class TestPrompts:
         [3, 3.0, b"abc", {3, 4}, {"a": 1}, [3.0], [True, False], [None], ["a", 3], [[3], "a", 4.0], [[["a"]]],
          torch.tensor(3), torch.zeros(1, 1, 1, dtype=torch.long), torch.tensor([1.0]), torch.tensor([True]),
          [torch.tensor([[3, 4]])], object(), [{"content": "no role"}], range, iter([3])],
-        ids=repr,
+        ids=told,
     )  # fmt: skip
     def test_what_is_no_prompt(self, inputs):
         """The message shows what was got and lists what is possible."""
@@ -246,7 +247,7 @@ class TestSwitches:
         with pytest.raises(PlanError, match="got a plan with"):
             request([3], **bad)
 
-    @pytest.mark.parametrize("plan", [3, {"exit": 3}, DraftPlan, ["plan.json"]], ids=repr)
+    @pytest.mark.parametrize("plan", [3, {"exit": 3}, DraftPlan, ["plan.json"]], ids=told)
     def test_what_is_no_plan(self, plan):
         with pytest.raises(
             SettingError, match=r"got a plan of type \w+; expected a DraftPlan, the path of one, or None"
