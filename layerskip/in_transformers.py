@@ -54,7 +54,8 @@ _WARPERS: dict[type, tuple[str, str]] = {
 }
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 _MODES = ("greedy_search", "sample", "assisted_generation")
-_FURTHER_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_SCORES = ("output_scores", "output_logits")
+_INNER_STATES = ("output_attentions", "output_hidden_states")
 _WAYS = ("assistant_early_exit", "prompt_lookup_num_tokens")
 # What transformers fills in where nobody said anything, so that it cannot be taken for a wish.
 _LIMITS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
@@ -135,6 +136,8 @@ def custom_generate(
     }  # fmt: skip
     options |= {"plan": plan} if plan is not None else _switches(generation_config)
     options |= settings | _ends(stopping_criteria, input_ids.shape[1])
+    if generation_config.return_dict_in_generate:
+        options |= {name: bool(getattr(generation_config, name)) for name in _SCORES}
     decoder = wrapped.decoder
     request = make_request(input_ids, options, None, GenerationConfig(), decoder.vocab_size, decoder.max_positions)
     if request.plan is not None:
@@ -146,7 +149,9 @@ def custom_generate(
     result = wrapped.decode(request, streamer)
     sequences = result.sequences.to(input_ids.device)
     if generation_config.return_dict_in_generate:
-        return CustomGenerateOutput(sequences=cast(Any, sequences), result=result)  # its type is a legacy one
+        output = CustomGenerateOutput(sequences=cast(Any, sequences), result=result)  # its types are legacy ones
+        output.scores, output.logits = cast(Any, result.scores), cast(Any, result.logits)
+        return output
     return sequences
 
 
@@ -181,7 +186,7 @@ def _arguments_of_generate() -> Mapping[str, Any]:
 
 
 def _refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList) -> None:
-    """Refuse other ways to decode, and further output."""
+    """Refuse other ways to decode, and output of what is not kept."""
     mode = config.get_generation_mode()
     mode = getattr(mode, "value", mode)
     if mode not in _MODES or getattr(config, "use_mtp", False):
@@ -197,11 +202,11 @@ def _refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorLis
             "token and would count drafts that are rejected; expected functions of the text. Leave out "
             "custom_generate."
         )
-    further = [name for name in _FURTHER_OUTPUT if getattr(config, name, None)]
+    further = [name for name in _INNER_STATES if getattr(config, name, None)]
     if further and config.return_dict_in_generate:
         raise SettingError(
-            f"got {', '.join(further)}, which this runtime does not return; expected sequences to be enough. Leave "
-            "them out, or leave out custom_generate."
+            f"got {', '.join(further)}, which this runtime does not return; expected sequences and scores to be "
+            "enough. Leave them out, or leave out custom_generate."
         )
 
 
@@ -215,7 +220,7 @@ def _refuse_unread(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> N
             "custom_generate."
         )
     unread = [name for name, value in model_kwargs.items()
-              if value is not None and name not in (*_PREPARED, *_FURTHER_OUTPUT)]  # fmt: skip
+              if value is not None and name not in (*_PREPARED, *_SCORES, *_INNER_STATES)]  # fmt: skip
     if unread:
         raise InputError(
             f"got {', '.join(unread)} for the model's forward, which is not called here; expected token ids and an "

@@ -235,6 +235,17 @@ class TestOutput:
         assert output.result.stats.accepted > 0
         assert output.result.finish_reasons == ["length"] * 3
 
+    @pytest.mark.parametrize("given", [("output_scores",), ("output_logits",), ("output_scores", "output_logits")])
+    def test_scores_are_those_of_the_model_inside_accepted_drafts_too(self, given):
+        options = {"max_new_tokens": 12, "return_dict_in_generate": True, "eos_token_id": None}
+        options |= dict.fromkeys(given, True) | {"repetition_penalty": 1.3}
+        theirs = agreeing_model("llama").generate(**padded(), **options)
+        ours = agreeing_model("llama").generate(**padded(), **options, **OURS, plan=DraftPlan.exit(2), governor="off")
+        for name in ("scores", "logits"):
+            assert (getattr(ours, name) is None) == (getattr(theirs, name) is None) == (f"output_{name}" not in given)
+            for one_step, other in zip(getattr(ours, name) or (), getattr(theirs, name) or (), strict=True):
+                torch.testing.assert_close(one_step, other.to(one_step.dtype), rtol=1e-5, atol=1e-5)
+
     @pytest.mark.parametrize(
         ("switches", "plan"),
         [
@@ -290,8 +301,7 @@ class TestRefused:
             ({"num_beams": 3}, r"generation mode beam_search \(num_beams=3.*leave out custom_generate"),
             ({"num_beams": 2, "do_sample": True}, "generation mode beam_sample"),
             ({"guidance_scale": 2.0}, "UnbatchedClassifierFree.*keeps a state"),
-            ({"return_dict_in_generate": True, "output_scores": True}, "got output_scores, which .* does not return"),
-            ({"return_dict_in_generate": True, "output_hidden_states": True}, "got output_hidden_states"),
+            ({"return_dict_in_generate": True, "output_hidden_states": True}, "got output_hidden_states, which"),
             ({"past_key_values": DynamicCache()}, "got a cache of the caller's.*Leave it out"),
             ({"position_ids": torch.arange(3, 12)[None]}, "got position_ids .* counted from 0"),
             ({"governor": "off"}, "got governor='off' without anything that drafts"),
