@@ -108,20 +108,20 @@ def build_engine(
     pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
     rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
     known, release = Memory(), rounds.release
-    if memory is not None:
-        known = memory.resume(decoder, request.prompts[0], capacity, adapter)
-    elif rounds.static is None:
-        known = Memory(cache=new_cache(decoder, len(lengths), capacity, adapter))
-    if rounds.static is not None:
-        state, context = rounds.static.state, rounds.static.context
-        state.reset(request.prompts, limits, known.cache, known.readings)
-        if known.cache is not None:  # recorded rounds have a cache of their own, which is another call's afterwards
-            release = partial(_hand_back, known.cache, state.cache, known.shared_by(adapter), release)
-            known = replace(known, adapter=adapter)  # another's entries and states were not kept up to date
-    else:
-        assert known.cache is not None
-        state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
     try:
+        if memory is not None:
+            known = memory.resume(decoder, request.prompts[0], capacity, adapter)
+        elif rounds.static is None:
+            known = Memory(cache=new_cache(decoder, len(lengths), capacity, adapter))
+        if rounds.static is not None:
+            state, context = rounds.static.state, rounds.static.context
+            state.reset(request.prompts, limits, known.cache, known.readings)
+            if known.cache is not None:  # recorded rounds have a cache of their own, which is another call's afterwards
+                release = partial(_hand_back, known.cache, state.cache, known.shared_by(adapter), release)
+                known = replace(known, adapter=adapter)  # another's entries and states were not kept up to date
+        else:
+            assert known.cache is not None
+            state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
         return Engine(
             decoder=decoder,
             state=state,

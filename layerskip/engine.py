@@ -253,6 +253,8 @@ class Engine:
             of_last = self.decoder.run(self._embed(last), path[: draft.exact_blocks], cache, last)
             hidden, path = torch.cat((draft.exact_states, of_last), dim=1), path[draft.exact_blocks :]
         hidden = self.decoder.run(hidden, path, cache, span)
+        if self.pass_width is not None:  # the head, too, rounds by the number of rows
+            return self.decoder.logits(hidden)[:, : drafts + 1]
         return self.decoder.logits(hidden[:, : drafts + 1])
 
     def _embed(self, span: Span) -> Tensor:

@@ -116,7 +116,8 @@ def custom_generate(
         model_kwargs: what `generate` has made for the model's forward.
 
     Returns:
-        (batch, length), int64, as transformers pads it, on the device of `input_ids`.
+        (batch, length), int64, as transformers pads it, on the device of `input_ids`. With `return_dict_in_generate` a
+        `CustomGenerateOutput`, in which `scores` and `logits` stand where they were asked for.
 
     Raises:
         LayerSkipError: one of its kinds, before the model has run, for what this runtime does not do.
@@ -267,6 +268,8 @@ def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> tupl
         settings[name] = getattr(rest.pop(), attribute)
     pad = getattr(config, "_pad_token_tensor", None)
     pad = config.pad_token_id if pad is None else pad
+    if (chunk := getattr(config, "prefill_chunk_size", None)) is not None:
+        settings["prefill_chunk_size"] = chunk
     return rest, settings | {"pad_token_id": None if pad is None else int(pad)}
 
 

@@ -77,7 +77,7 @@ class Session:
     ) -> None:
         """Made by `Model.session` and `fork`."""
         self._model, self._options = model, options.copy()
-        self._turns = list(turns)  # as it stood before the first answer, behind the first, …
+        self._turns = list(turns)  # as it stood before the first question, behind the first answer, …
         self._memory = memory or Memory()
         self._busy = threading.Lock()
 
@@ -183,7 +183,7 @@ class Session:
             return Session(self._model, self._options, self._turns, self._memory.copied())
 
     def rewind(self, to: int) -> None:
-        """Take back all but the first `to` answers and what followed them; 0: all that is behind the first question.
+        """Go back to the text as it stood behind the first `to` answers; 0: as it was before the first question.
 
         What was read stays in the cache as far as the next call says the same.
 

@@ -115,7 +115,8 @@ def take_rounds(
     own = tuple(request.caller_processors)  # by identity: what is recorded is what they computed
     plan = None if request.plan is None else replace(request.plan, provenance={}, target=None)
     # The adapter by identity, too: the file that the plan names may have been trained further.
-    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan, adapter, compiles, records)
+    told = decoder.switches()
+    key = (len(request.prompts), sampling, own, request.acceptance_rule, plan, adapter, told, compiles, records)
     static = pool.take(key, capacity)
     if static is None:
         cache = _new_cache(decoder, len(request.prompts), capacity, adapter, pool)
@@ -162,6 +163,8 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
         return "scores are asked for, which rounds of fixed shapes do not hand out"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
+    if decoder.is_watched:
+        return "modules of the model have hooks, which recorded rounds would not call"
     if decoder.is_spread:
         return "the model is spread over several devices"
     return None

@@ -17,7 +17,8 @@ from layerskip.errors import UnsupportedModelError
 
 __all__ = ["wrapped_model"]
 
-# The one state of this process beside its settings, and it keeps nothing alive: an entry goes with its key.
+# The one state of this process beside its settings. An entry goes with its key, unless its value holds that: a plan by
+# which a model drafts for itself as a second model does, until the plan's rounds and draft model are let go.
 _KEPT: WeakKeyDictionary[PreTrainedModel, Model] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 

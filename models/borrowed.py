@@ -6,7 +6,7 @@ hung onto a module that is passed by, or puts into the model later, would be lef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Any
 
@@ -58,6 +58,14 @@ class BorrowedModules:
         """Of all that was taken."""
         of_modules = (each for module, _ in self._taken.values() for each in module.parameters())
         return [*of_modules, *self._read.values()]
+
+    def switches(self) -> Hashable:
+        """What modules of several parts (LoRA around a linear) are told beside their tensors: on or off, merged, scale.
+
+        Equal as long as they compute the same function of their tensors.
+        """
+        wrappers = (module for module, _ in self._taken.values() if next(module.children(), None) is not None)
+        return tuple(repr(_told(part)) for module in wrappers for part in module.modules())
 
     @property
     def is_watched(self) -> bool:
@@ -134,3 +142,16 @@ def _is_harmless(module: nn.Module) -> bool:
         return True
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" not in vars(module) and all(hook.__module__.startswith("transformers.") for hook in hooks)
+
+
+def _told(module: nn.Module) -> dict[str, Any]:
+    """Its attributes that are plain values, or collections of them."""
+    return {name: value for name, value in sorted(vars(module).items()) if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -303,8 +303,12 @@ class Decoder:
         """Equal as long as nobody has written to the weights; but for those that are packed, where that is refused."""
         packed = {id(each) for group in self._linears if group.is_packed for module in group.modules
                   for each in module.parameters()}  # fmt: skip
-        return tuple(versions([part for each in self._modules.parameters if id(each) not in packed
-                               for part in plain_parts(each)]))  # fmt: skip
+        tensors = [part for each in self._modules.parameters if id(each) not in packed for part in plain_parts(each)]
+        return tuple(versions(tensors)), self.switches()
+
+    def switches(self) -> Hashable:
+        """See `BorrowedModules.switches`."""
+        return self._modules.switches()
 
     @torch.inference_mode(False)
     @torch.no_grad()

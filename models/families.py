@@ -16,19 +16,7 @@ from typing import Any
 from layerskip.errors import UnsupportedModelError
 from layerskip.models.family import Family, Geometry, Layer, Numbers, Variant
 
-__all__ = [
-    "FAMILIES",
-    "STATEFUL",
-    "Family",
-    "Geometry",
-    "Layer",
-    "Numbers",
-    "Variant",
-    "family_of",
-    "geometry_of",
-    "layers_of",
-    "sliding_windows",
-]
+__all__ = ["FAMILIES", "STATEFUL", "family_of", "geometry_of", "layers_of", "sliding_windows"]
 
 _OPT = "model.decoder."
 _NORMED_HEADS: dict[str, Any] = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}

@@ -142,7 +142,7 @@ class Span:
         """What each query may see: (batch or 1, 1, group * tokens or 1, visible), 0 or -inf; None: everything.
 
         Additive and in the model's dtype, because SDPA converts a boolean mask anew in every block. Queries of the
-        heads that share a key/value head are folded into the token axis (`block.py`), hence ``group * tokens``.
+        heads that share a key/value head are folded into the token axis (`attention.py`), hence ``group * tokens``.
         """
         if window not in self._masks:
             self._masks[window] = self._build_mask(window)

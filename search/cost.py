@@ -16,7 +16,7 @@ from layerskip.drafters.self_draft import count_exact_blocks
 from layerskip.errors import SearchError
 from layerskip.search.candidate import Candidate
 
-__all__ = ["CostModel"]
+__all__ = ["CostModel", "mean_costs", "uniform_costs"]
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,21 @@ def test_rounds_of_fixed_shapes_draft_alike(plans, name, sampling):
         assert static.stats.proposed > 0
 
 
+@pytest.mark.parametrize("length", range(6, 12))
+def test_fixed_shapes_read_every_position(plans, length):
+    """However long the prompt is, compared with what rounds of their own shapes have read: entry by entry."""
+    wrapped, entries = layerskip.wrap(agreeing_model("llama")), []
+    for static in (True, False):
+        call = {"plan": plans("llama", "jump", num_draft_tokens=3), "governor": "off", "cuda_graphs": static}
+        engine = wrapped.engine(wrapped.check(prompt(length), **call, max_new_tokens=20, eos_token_id=None))
+        engine.read_prompts()
+        engine.decode_round()
+        entries.append(engine.state.cache.entries[NUM_LAYERS][:, :, :length].clone())
+        list(engine)
+    assert entries[0].flatten(3).any(-1).all()
+    torch.testing.assert_close(entries[0], entries[1])
+
+
 def test_fixed_shapes_with_lookup_and_rounds_without_a_draft(plans):
     """The adapter falls behind, and reads what it missed."""
     wrapped = layerskip.wrap(agreeing_model("llama"))

@@ -127,6 +127,22 @@ def test_one_pass_width_makes_bfloat16_independent_of_the_draft(family):
 
 
 @pytest.mark.parametrize("plan", [None, DraftPlan.exit(2)], ids=["plain", "exit"])
+def test_one_pass_width_holds_for_the_head_too(llama, monkeypatch, plan):
+    """It rounds by the number of rows as all other products do, in large models."""
+    rows, logits = set(), Decoder.logits
+    monkeypatch.setattr(
+        Decoder, "logits", lambda self, hidden, *rest: rows.add(hidden.shape[1]) or logits(self, hidden, *rest)
+    )
+    model = wrap(llama)
+    engine = model.engine(model.check(prompt(), **always(plan), pass_width=5, max_new_tokens=12, eos_token_id=None))
+    engine.read_prompts()
+    rows.clear()
+    while any(engine.state.active):
+        engine.decode_round()
+    assert rows == ({5} if plan is None else {5, 1})
+
+
+@pytest.mark.parametrize("plan", [None, DraftPlan.exit(2)], ids=["plain", "exit"])
 def test_one_pass_width_reads_the_same_number_of_slots(llama, monkeypatch, plan):
     """Attention over another number of slots rounds differently too, which on tiny models rarely shows."""
     shapes, attend = set(), Block.attend

@@ -1,5 +1,6 @@
 """Conversations: each call says what a fresh call on the whole text says, and reads only what is new. In float64."""
 
+import copy
 import dataclasses
 import itertools
 import threading
@@ -583,3 +584,48 @@ def test_a_plan_replaced_by_another_drafts_by_that(model):
         dataclasses.replace(DraftPlan.exit(2), lookup_tokens=3)
         == session.generate(TURNS[1], prompt_lookup_num_tokens=3).plan
     )
+
+
+class Switched(torch.nn.Module):
+    """A linear with an addition that can be turned off, as PEFT's `disable_adapter` does: no tensor changes."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.addition, self.is_on = (
+            base,
+            torch.nn.Linear(base.in_features, base.out_features, bias=False),
+            True,
+        )
+        self.addition.to(base.weight.dtype).requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.base(inputs) + self.addition(inputs) if self.is_on else self.base(inputs)
+
+
+def switched_model():
+    torch.manual_seed(0)
+    hf_model = copy.deepcopy(agreeing_model("llama"))
+    switched = Switched(hf_model.model.layers[1].mlp.up_proj)
+    hf_model.model.layers[1].mlp.up_proj = switched
+    return layerskip.wrap(hf_model), switched
+
+
+def test_what_another_lora_has_read_is_read_again():
+    model, switched = switched_model()
+    session = model.session(**OPTIONS)
+    session.generate(TURNS[0])
+    switched.is_on = False
+    text = [*session.token_ids, *TURNS[2]]
+    said = session.generate(TURNS[2])
+    assert_same(said, model.generate(text, **OPTIONS))
+    assert said.stats.reused_tokens == 0
+
+
+def test_rounds_that_another_lora_has_recorded_are_not_taken_over():
+    model, switched = switched_model()
+    call = {**OPTIONS, **always(DraftPlan.exit(2)), "cuda_graphs": True}
+    model.generate(TURNS[0], **call)
+    (before, _), *_ = model.static_pool._kept
+    switched.is_on = False
+    model.generate(TURNS[0], **call)
+    assert len(model.static_pool._kept) == 2 and model.static_pool._kept[-1][0] != before

@@ -137,7 +137,7 @@ class SelfDrafter:
         After a prompt, and now and then where nothing is drafted: that is not to count as the time of a draft.
         """
         ends = [length - 1 for length in state.lengths]  # the newest token's own states are not known yet
-        if self._adapter is not None and max(map(sub, ends, self._reading.held)) > _MOST_LAG:
+        if self._adapter is not None and max(map(sub, ends, self._reading.held)) >= _MOST_LAG:
             self._catch_up(state, self._adapter, ends)
             self._reading.held = ends
 
