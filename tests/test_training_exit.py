@@ -16,7 +16,8 @@ from layerskip.errors import CheckpointError, LayerSkipError, SettingError, Unsu
 from layerskip.models.adapter_file import load_adapter
 from layerskip.training import ExitSettings, TrainingTexts, train_exit
 from layerskip.training.exit import _Run
-from layerskip.training.loop import CHECKPOINT, Schedule
+from layerskip.training.folder import CHECKPOINT
+from layerskip.training.loop import Schedule
 from layerskip.training.teacher import Teacher
 from tests.tiny_models import tiny_model
 

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from layerskip.errors import CheckpointError, SettingError
 from layerskip.interrupts import held_interrupts
+from layerskip.training.folder import CHECKPOINT
 
-__all__ = ["CHECKPOINT", "Point", "Schedule", "optimise", "rows_of_step"]
+__all__ = ["Point", "Schedule", "optimise", "rows_of_step", "thinned"]
 
-CHECKPOINT = "checkpoint.pt"
 _FORMAT = 1
+_MOST_POINTS = 200
 _SAVED = {"parameters", "optimizer", "step", "curve", "seconds", "total", "count"}
 
 Point = dict[str, Any]
@@ -39,6 +40,13 @@ def rows_of_step(step: int, rows: int, a_step: int, seed: int) -> Tensor:
     epoch, index = divmod(step, rows // a_step)
     order = np.random.default_rng((seed, epoch)).permutation(rows)
     return torch.from_numpy(order[index * a_step : (index + 1) * a_step])
+
+
+def thinned(curve: list[Point]) -> list[Point]:
+    """At most `_MOST_POINTS` of a curve, evenly, with the first and the last: what a plan holds must stay small."""
+    if len(curve) <= _MOST_POINTS:
+        return curve
+    return [curve[index] for index in np.linspace(0, len(curve) - 1, _MOST_POINTS).round().astype(int).tolist()]
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class Schedule:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_positive = is_number and (value > 0 or (value == 0 and name not in ("learning_rate", "clip_norm")))
             if not is_positive or not value <= most:
-                raise SettingError(f"got {name}={value!r}; expected a number from 0 to {most}.")
+                least = "above 0, at most" if name in ("learning_rate", "clip_norm") else "from 0 to"
+                raise SettingError(f"got {name}={value!r}; expected a number {least} {most}.")
 
     def learning_rate_at(self, step: int) -> float:
         """Of the step of this number, from 0."""
