@@ -36,10 +36,10 @@ def held_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """
     folder = folder_path(out)
     with writing(folder, "Check the path, and that it may be written to"):
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(20, "it is a file, and no folder")
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve()
-        if not folder.is_dir():
-            raise NotADirectoryError(20, "Not a directory")
     held: set[Path] = vars(_THIS_THREAD).setdefault("held", set())
     if folder in held:
         yield folder
