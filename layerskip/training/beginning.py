@@ -80,7 +80,9 @@ def check_layerskip(
     linears = [each for each in model.get_submodule(family.layers).modules() if isinstance(each, nn.Linear)]
     with torch.device("meta"):
         expected = type(model)(model.config).state_dict().keys()
-    if model.state_dict().keys() != expected or not all(each.is_plain for each in map(Linears, linears)):
+    if model.state_dict().keys() != expected or not all(
+        each.is_plain for each in map(Linears, [*linears, model.get_submodule(family.head)])
+    ):
         raise UnsupportedModelError(
             "got a model with linears that are quantised, wrapped or hooked; expected plain ones, which a checkpoint "
             "can be written of. Merge adapters, or load the original weights."

@@ -91,7 +91,7 @@ def refuse_folder(out: str | os.PathLike[str], state: str, results: Sequence[str
         )
     if held and not own:
         what = "a model" if "config.json" in held else f"{' and '.join(held)} of something else"
-        raise SettingError(f"got the folder {folder}, which holds {what}; expected none. Name another.")
+        raise SettingError(f"got the folder {folder}, which holds {what}; expected none. Name another folder.")
 
 
 def folder_path(out: Any) -> Path:

@@ -213,9 +213,9 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"cannot read the checkpoint {file}: {reason:.300}. Remove it, and begin anew."
+            f"cannot read the checkpoint {file}, which is damaged ({reason:.300}). Remove it, and begin anew."
         ) from error
 
 
