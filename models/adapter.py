@@ -58,6 +58,14 @@ class AdapterSpec:
         """As JSON values."""
         return asdict(self)
 
+    def check(self, num_layers: int) -> None:
+        """Make sure that a model of so many layers has room for it (UnsupportedModelError)."""
+        if not 0 <= self.exit_layer < num_layers or not 1 <= self.num_blocks <= num_layers:
+            raise UnsupportedModelError(
+                f"got an adapter behind {self.exit_layer} blocks with {self.num_blocks} of its own for a model of "
+                f"{num_layers}; expected 0 to {num_layers - 1}, and 1 to {num_layers}."
+            )
+
 
 class Adapter:
     """The trained part of a draft path, beside a model.
@@ -80,11 +88,7 @@ class Adapter:
             CheckpointError: tensors that do not fit.
         """
         family, geometry = family_of(type(model).__name__, model.config), geometry_of(model.config)
-        if not 0 <= spec.exit_layer < geometry.num_layers or not 1 <= spec.num_blocks <= geometry.num_layers:
-            raise UnsupportedModelError(
-                f"got an adapter behind {spec.exit_layer} blocks with {spec.num_blocks} of its own for a model of "
-                f"{geometry.num_layers}; expected 0 to {geometry.num_layers - 1}, and 1 to {geometry.num_layers}."
-            )
+        spec.check(geometry.num_layers)
         self.spec = spec
         self._first_block, self._family, self._geometry = geometry.num_layers, family, geometry
         self._numbers, like = family.numbers(model.config), layers_of(model.config, family)[-spec.num_blocks :]

@@ -33,7 +33,7 @@ def save_adapter(adapter: Adapter, path: str | os.PathLike[str], dtype: torch.dt
     described = {"format": _FORMAT, "version": _VERSION, "adapter": json.dumps(adapter.spec.to_dict())}
     scratch = file.with_name(file.name + ".new")
     try:
-        scratch.write_bytes(save(tensors, metadata=described))
+        scratch.write_bytes(_sorted(save(tensors, metadata=described)))
         os.replace(scratch, file)
     finally:
         scratch.unlink(missing_ok=True)
@@ -87,6 +87,18 @@ def _spec(described: dict[str, str], file: Path) -> AdapterSpec:
         )
     try:
         fields: dict[str, Any] = json.loads(described["adapter"])
-        return AdapterSpec(int(fields["exit_layer"]), int(fields["num_blocks"]), bool(fields["reads_state"]))
-    except (KeyError, TypeError, ValueError) as error:
+        spec = AdapterSpec(fields["exit_layer"], fields["num_blocks"], fields["reads_state"])
+        if [type(each) for each in spec.to_dict().values()] != [int, int, bool]:
+            raise ValueError(f"got {spec}")
+        return spec
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the adapter {file}: its description is damaged ({error}).") from error
+
+
+def _sorted(content: bytes) -> bytes:
+    """A safetensors file with its metadata in order: safetensors writes them in another one each time."""
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size - 8)
+    return content[:8] + written + content[size:]

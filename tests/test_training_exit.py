@@ -17,7 +17,8 @@ from layerskip.models.adapter import Adapter, AdapterSpec
 from layerskip.models.adapter_file import load_adapter
 from layerskip.training import ExitSettings, TrainingTexts, train_exit
 from layerskip.training.exit import _Run
-from layerskip.training.loop import CHECKPOINT, Schedule
+from layerskip.training.folder import CHECKPOINT
+from layerskip.training.loop import Schedule
 from layerskip.training.teacher import Teacher
 from tests.tiny_models import tiny_model
 
@@ -340,13 +341,45 @@ def test_kept_states_are_those_computed(model, texts, tmp_path):
         torch.testing.assert_close(teacher(tmp_path, 10**9).states([0]), fresh.states([0]))
 
 
-def test_no_room_for_the_states(model, texts, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("reason", ["No space left on device", "File too large"])
+def test_no_room_for_the_states(model, texts, tmp_path, monkeypatch, reason):
+    """They are computed each time, and the result is the same."""
 
+    def full(*_):
+        raise OSError(28, reason)
+
+    settings = dataclasses.replace(SMALL, tokens=32 * 4 * 3)
+    train_exit(model, texts, tmp_path / "kept", settings)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SettingError, match="no room for"):
-        train_exit(model, texts, tmp_path, SMALL)
+    with pytest.warns(UserWarning, match=f"cannot keep .* GB of states in .*: {reason}"):
+        train_exit(model, texts, tmp_path / "anew", settings)
+    assert not list((tmp_path / "anew").glob("states*"))
+    one, two = (weights_of(tmp_path / name, model) for name in ("kept", "anew"))
+    for name, each in one.items():
+        torch.testing.assert_close(each, two[name])
+
+
+def test_states_of_another_run_that_ended_before_its_first_note(model, texts, tmp_path):
+    """Its rows lie in the file that an older note describes."""
+    tokens = torch.from_numpy(texts.tokens.astype(np.int64))
+    ours = Teacher(model.decoder, model.identity, tokens, 2, tmp_path, 10**9)
+    expected = ours.states([0])
+    ours.flush()
+    Teacher(model.decoder, model.identity, tokens.flip(0), 2, tmp_path, 10**9).states([0])  # and is killed
+    again = Teacher(model.decoder, model.identity, tokens, 2, tmp_path, 10**9).states([0])
+    torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{}", '{"rows": [[1]]}', '{"rows": [-1, 10000]}'])
+def test_notes_of_states_that_are_damaged(model, texts, tmp_path, content):
+    tokens = torch.from_numpy(texts.tokens.astype(np.int64))
+    kept = Teacher(model.decoder, model.identity, tokens, 2, tmp_path, 10**9)
+    expected = kept.states([0])
+    kept.flush()
+    if content.startswith('{"rows"'):
+        content = json.dumps(json.loads((tmp_path / "states.json").read_text()) | json.loads(content))
+    (tmp_path / "states.json").write_text(content)
+    torch.testing.assert_close(Teacher(model.decoder, model.identity, tokens, 2, tmp_path, 10**9).states([0]), expected)
 
 
 def test_the_schedule():

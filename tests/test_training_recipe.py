@@ -319,7 +319,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
         with pytest.raises(SettingError, match="holds a model"):
             train(tmp_path / "model", resume=resume)
     out = train(tmp_path / "out")
-    with pytest.raises(SettingError, match="holds a model"):
+    with pytest.raises(SettingError, match="--resume"):
         train(out)
     with pytest.raises(SettingError, match="got seed=1 .* begun with 0"):
         train(out, settings=replace(SHORT, seed=1), resume=True)
@@ -333,7 +333,7 @@ def test_texts_of_another_model_are_refused(tmp_path):
         (np.full((3, 1), 5), own[:, :1], InputError, "rows of 1 tokens"),
         (np.full((3, 161), 5), np.ones((3, 161), dtype=bool), InputError, "rows of 161 tokens"),
         (np.full((3, 8), 5), ~own, InputError, "without a token to learn"),
-        (np.full((1, 8), 5), own[:1], SettingError, "held_out_rows"),
+        (np.full((1, 8), 5), own[:1], SettingError, "texts of 1 row"),
     ]
     for tokens, is_own, error, said in cases:
         with pytest.raises(error, match=said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
         "adapter: the model's first layers run before them; layerskip: the model itself, by layer dropout and "
         "early-exit losses, as a checkpoint of its own",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where all of it goes")
+    parser.add_argument("--out", type=_folder, required=True, metavar="FOLDER", help="where all of it goes")
     parser.add_argument("--resume", action="store_true", help="go on with what was begun there")
     parser.add_argument(
         "--begin-with",
@@ -107,26 +108,42 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=_run)
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("got an empty path; expected that of a folder, or of one to be made")
+    return Path(text)
+
+
 def _run(options: argparse.Namespace) -> int:
     from layerskip.plan import DraftPlan
-    from layerskip.training import ExitSettings, train_exit, train_layerskip
+    from layerskip.training import ExitSettings, TrainingTexts, WritingSettings, train_exit, train_layerskip
+    from layerskip.training.beginning import check_exit, check_layerskip
+    from layerskip.training.folder import held_folder
 
     settings = _settings(options)
     begin_with = None if options.begin_with is None else DraftPlan.load(options.begin_with)
     model = load_model(options)
-    texts = _texts(options, settings.tokens, settings.seed, model)
-    if options.held_out_rows is None:
-        settings = replace(settings, held_out_rows=min(settings.held_out_rows, max(1, len(texts.tokens) // 8)))
-    with TrainProgress() as progress:
+    if isinstance(settings, ExitSettings) and options.recipe == "adapter" and begin_with is None:
+        exit_layer = options.exit_layer or max(1, model.decoder.num_blocks // _EXIT_SHARE)
+        settings = replace(settings, exit_layer=exit_layer, reads_state=not options.no_state)
+    texts = None if options.texts is None else TrainingTexts.load(options.texts, model.decoder.vocab_size)
+    row_tokens = min(WritingSettings.row_tokens, model.decoder.max_positions)
+    if isinstance(settings, ExitSettings):
+        row_tokens = row_tokens if texts is None else texts.tokens.shape[1]
+        check_exit(model, options.out, settings, begin_with, options.resume, row_tokens)
+    else:
+        check_layerskip(model.hf_model, options.out, settings, options.resume)
+    with held_folder(options.out), contextlib.ExitStack() as stack:
+        texts = texts or _written(options, settings.tokens, settings.seed, row_tokens, model)
+        progress = stack.enter_context(TrainProgress())
+        if options.held_out_rows is None:
+            settings = replace(settings, held_out_rows=min(settings.held_out_rows, max(1, len(texts.tokens) // 8)))
         told: Any = {"resume": options.resume, "progress": progress.trained}
-        if not isinstance(settings, ExitSettings):
+        if isinstance(settings, ExitSettings):
+            lines = _of_path(model, train_exit(model, texts, options.out, settings, begin_with=begin_with, **told))
+        else:
             train_layerskip(model.hf_model, model.tokenizer, texts, options.out, settings, **told)
             lines = [f"checkpoint: {options.out}", f"what it gained and lost: {options.out / 'README.md'}"]
-        else:
-            if options.recipe == "adapter":
-                exit_layer = options.exit_layer or max(1, model.decoder.num_blocks // _EXIT_SHARE)
-                settings = replace(settings, exit_layer=exit_layer, reads_state=not options.no_state)
-            lines = _of_path(model, train_exit(model, texts, options.out, settings, begin_with=begin_with, **told))
     print("\n".join([*lines, f"plan: {options.out / 'plan.json'}"]))
     return 0
 
@@ -143,12 +160,14 @@ def _of_path(model: Model, plan: DraftPlan) -> list[str]:
 def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
     """What can be known, and refused, before the model is loaded."""
     from layerskip.training import ExitSettings, RecipeSettings
-    from layerskip.training.loop import CHECKPOINT
+    from layerskip.training.beginning import ADAPTER, PLAN, RESULTS
+    from layerskip.training.folder import STATE, refuse_folder
 
     if options.begin_with is not None:
-        for name in ("layerskip",) if options.recipe == "layerskip" else given(options, _OF_BEGINNING):
+        names = ("recipe layerskip",) if options.recipe == "layerskip" else tuple(given(options, _OF_BEGINNING))
+        for name in names:
             raise SettingError(
-                f"got --begin-with beside {name.replace('_', '-')}, which asks for other blocks than that plan's. "
+                f"got --begin-with beside --{name.replace('_', '-')}, which asks for other blocks than that plan's. "
                 "Leave one of them out."
             )
     own = _OF_RECIPE[options.recipe]
@@ -162,13 +181,9 @@ def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
         raise SettingError("got --chat or --no-chat without --prompts, where it has no effect.")
     if options.texts is not None and options.text_tokens is not None:
         raise SettingError("got --text-tokens for texts that are there; leave it out.")
-    if options.out.exists() and not options.out.is_dir():
-        raise SettingError(f"got --out {options.out}, which is a file; expected a folder, or one to be made.")
-    begun = [each for each in (options.out / CHECKPOINT, options.out / "training" / CHECKPOINT) if each.exists()]
-    if begun and not options.resume:  # before any text is written
-        raise SettingError(
-            f"got --out {options.out}, which holds a run that has begun. Pass --resume, or another folder."
-        )
+    # Again with the model, and with the lock; here because a large model takes minutes to load.
+    state, results = (STATE, RESULTS) if options.recipe == "layerskip" else ("", (PLAN, ADAPTER))
+    refuse_folder(options.out, state, results, options.resume)
     named = given(options, tuple(name for name in (*_SHARED, *own) if name not in ("exit_layer", "no_state")))
     if options.recipe == "layerskip":
         return RecipeSettings(**named)
@@ -179,20 +194,21 @@ def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
     return ExitSettings(**named)
 
 
-def _texts(options: argparse.Namespace, tokens: int, seed: int, model: Model) -> TrainingTexts:
-    from layerskip.training import TrainingTexts, WritingSettings, write_texts
+def _written(options: argparse.Namespace, tokens: int, seed: int, row_tokens: int, model: Model) -> TrainingTexts:
+    from layerskip.training import WritingSettings, write_texts
 
-    if options.texts is not None:
-        return TrainingTexts.load(options.texts, model.decoder.vocab_size)
+    wanted = options.text_tokens or max(2 * row_tokens, tokens // 4)
+    rows, least = -(-wanted // row_tokens), (options.held_out_rows or 1) + 1
+    if rows < least:
+        raise SettingError(
+            f"got {wanted:,} tokens of text, {rows} rows of {row_tokens}; expected {least} rows or more, some to train "
+            "on and some held out. Ask for more by --text-tokens."
+        )
     prompts = None
     if options.prompts is not None:
         lines = read_prompts(options.prompts)
         chat = options.chat if options.chat is not None else bool(getattr(model.tokenizer, "chat_template", None))
         prompts = [as_inputs(line.content, chat) for line in lines]
-    row_tokens = min(WritingSettings.row_tokens, model.decoder.max_positions)
-    writing = WritingSettings(
-        tokens=options.text_tokens or max(row_tokens, tokens // 4), row_tokens=row_tokens, seed=seed
-    )
-    options.out.mkdir(parents=True, exist_ok=True)
+    writing = WritingSettings(tokens=wanted, row_tokens=row_tokens, seed=seed)
     with TrainProgress() as progress:
         return write_texts(model, writing, options.out, prompts, progress=progress.written)

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from layerskip.api import Model
 from layerskip.draft_vocabulary import most_frequent
-from layerskip.errors import SettingError, UnsupportedModelError
+from layerskip.errors import InputError, SettingError
 from layerskip.models.adapter import Adapter, AdapterSpec
-from layerskip.models.adapter_file import load_adapter, save_adapter
-from layerskip.models.decoder import Decoder
+from layerskip.models.adapter_file import save_adapter
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
-from layerskip.training.loop import Point, Schedule, optimise, rows_of_step
+from layerskip.training.beginning import ADAPTER, PLAN, check_exit
+from layerskip.training.folder import held_folder, refuse_folder, writing
+from layerskip.training.loop import Point, Schedule, optimise, rows_of_step, thinned
 from layerskip.training.rollout import rollout
 from layerskip.training.teacher import Teacher
 from layerskip.training.texts import TrainingTexts
@@ -35,7 +36,6 @@ from layerskip.training.writing import ends_of
 
 __all__ = ["ExitSettings", "train_exit"]
 
-ADAPTER, PLAN = "adapter.safetensors", "plan.json"
 _HELD_OUT_BYTES = 10**9  # of memory, for the model's states of the texts that are judged on
 
 
@@ -97,6 +97,8 @@ class ExitSettings:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
                 raise SettingError(f"got {name}={value!r}; expected a number from 0 to 1.")
+        if type(self.reads_state) is not bool:
+            raise SettingError(f"got reads_state={self.reads_state!r}; expected True or False.")
         if self.vocabulary_size is not None and (type(self.vocabulary_size) is not int or self.vocabulary_size < 1):
             raise SettingError(f"got vocabulary_size={self.vocabulary_size!r}; expected an integer from 1, or None.")
         Schedule(1, self.learning_rate)
@@ -109,6 +111,8 @@ class ExitSettings:
             )
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_exit(
     model: Model,
     texts: TrainingTexts,
@@ -130,52 +134,72 @@ def train_exit(
             path says on held-out text what the model says, by offset, if the drafts before were the text's own tokens.
 
     Raises:
-        SettingError: settings out of range, a folder with another run, or texts that are too few.
+        SettingError: settings out of range; a folder with another run, with results of something else, or in which
+            somebody is at work; texts that are too few.
         InputError: texts with ids or positions that the model does not have.
         UnsupportedModelError: a model on several devices, or with last blocks that are no plain linears.
         CheckpointError: the checkpoint is damaged, or cannot be written; there are no blocks to begin with.
         PlanMismatchError: these are of another model.
     """
-    folder = Path(out).resolve()
-    settings, beginning = _beginning(model, settings or ExitSettings(), begin_with)
-    folder.mkdir(parents=True, exist_ok=True)
-    run = _Run(model, texts, settings, folder, beginning)
-    began = time.time()
-    curve = optimise(
-        run.adapter.modules,
-        run.losses,
-        run.schedule,
-        folder,
-        run.made_for,
-        evaluate=run.evaluate,
-        resume=resume,
-        before_saving=run.teacher.flush,
-        progress=lambda step, point: progress(step, run.schedule.steps, point),
-    )
-    save_adapter(run.adapter, folder / ADAPTER, torch.bfloat16)
+    if not isinstance(texts, TrainingTexts):
+        raise InputError(f"got texts of type {type(texts).__name__}; expected TrainingTexts.")
+    settings = ExitSettings() if settings is None else settings
+    if not isinstance(settings, ExitSettings):
+        raise SettingError(f"got settings of type {type(settings).__name__}; expected ExitSettings.")
+    settings, beginning = check_exit(model, out, settings, begin_with, resume, texts.tokens.shape[1])
+    with held_folder(out) as folder:
+        refuse_folder(folder, "", (PLAN, ADAPTER), resume)  # again: now nobody else can come
+        run = _Run(model, texts, settings, folder, beginning)
+        began = time.time()
+        curve = optimise(
+            run.adapter.modules,
+            run.losses,
+            run.schedule,
+            folder,
+            run.made_for,
+            evaluate=run.evaluate,
+            resume=resume,
+            before_saving=run.teacher.flush,
+            progress=lambda step, point: progress(step, run.schedule.steps, point),
+        )
+        with writing(folder / ADAPTER):
+            save_adapter(run.adapter, folder / ADAPTER, torch.bfloat16)
+        plan = _plan(model, run, texts, folder, began, curve, begin_with)
+        plan.save(folder / PLAN)
+    return plan
+
+
+def _plan(
+    model: Model,
+    run: _Run,
+    texts: TrainingTexts,
+    folder: Path,
+    began: float,
+    curve: list[Point],
+    begin_with: DraftPlan | None,
+) -> DraftPlan:
+    """What was trained, as a plan; `began` in seconds since 1970."""
     acceptance = curve[-1]["agreement"]
     plan = DraftPlan(
-        exit_layer=settings.exit_layer,
+        exit_layer=run.settings.exit_layer,
         adapter=str(folder / ADAPTER),
         draft_vocabulary=run.vocabulary,
         target=model.identity,
         provenance={
             "made_by": "layerskip train",
             "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
-            "settings": asdict(settings),
+            "settings": asdict(run.settings),
             "begun_with": None if begin_with is None else _without_curve(begin_with.provenance),
             "texts": {"rows": len(texts.tokens), "tokens": texts.num_tokens, "digest": texts.digest()},
             "seconds": curve[-1]["seconds"],
             "threads": torch.get_num_threads(),
-            "curve": curve,
+            "curve": thinned(curve),
             "acceptance_by_offset": acceptance,
         },
     )
     # The governor drafts less where that is better, never more.
     length, _ = best_draft_length(acceptance, model.draft_cost(plan))
-    plan = replace(plan, num_draft_tokens=max(1, length))
-    plan.save(folder / PLAN)
-    return plan
+    return replace(plan, num_draft_tokens=max(1, length))
 
 
 class _Run:
@@ -186,16 +210,15 @@ class _Run:
     ) -> None:
         self.decoder, self.settings = model.decoder, settings
         vocab_size = self.decoder.vocab_size
-        _refuse_model(self.decoder, settings)
         texts.refuse_unfit(vocab_size, self.decoder.max_positions)
         train, held_out = texts.split(settings.held_out_rows, settings.seed)
-        if not train.is_own.any() or not held_out.is_own.any():
+        self._train, self._held_out = _tensors(train), _tensors(held_out)
+        if not self._train[1].any() or not self._held_out[1].any():
             raise SettingError(
                 "got texts with none of the model's own tokens among those to train on, or those held out; expected "
                 "some: nothing else is learnt or judged."
             )
         self._rows_a_step = min(max(1, settings.batch_tokens // texts.tokens.shape[1]), len(train.tokens))
-        self._train, self._held_out = _tensors(train), _tensors(held_out)
         steps = max(1, settings.tokens // (self._rows_a_step * texts.tokens.shape[1]))
         self.schedule = Schedule(
             steps,
@@ -211,7 +234,7 @@ class _Run:
         device = self.decoder.device
         ids = torch.tensor(self.vocabulary or range(vocab_size), device=device)
         self._head, self._bias = self.decoder.full_head.linears.dense_rows(ids)
-        if settings.precision == "float32":
+        if settings.precision == "float32" or self._head.dtype == torch.float64:  # which autocast leaves as it is
             self._head, self._bias = self._head.float(), None if self._bias is None else self._bias.float()
         spec = AdapterSpec(settings.exit_layer, settings.num_blocks, settings.reads_state)
         self.adapter = beginning or Adapter(model.hf_model, spec)
@@ -224,6 +247,7 @@ class _Run:
         self.made_for = {
             **asdict(replace(settings, micro_rows=1, kept_state_bytes=0, checkpoint_every=1)),
             "model": asdict(model.identity),
+            "dtype": str(self.decoder.dtype),
             "texts": texts.digest(),
             "begun_with": None if beginning is None else _digest(beginning),
             "vocabulary": hashlib.sha256(json.dumps(self.vocabulary).encode()).hexdigest()[:16],
@@ -289,19 +313,6 @@ class _Run:
         return self.decoder.numbers.finish(F.linear(normed, self._head, self._bias)).float().softmax(-1)
 
 
-def _beginning(model: Model, settings: ExitSettings, plan: DraftPlan | None) -> tuple[ExitSettings, Adapter | None]:
-    """The blocks of `plan` as a copy of their own, and the settings with what these blocks are."""
-    if plan is None:
-        return settings, None
-    if plan.adapter is None:
-        raise SettingError(
-            "got a plan without trained blocks to begin with; expected one that `layerskip train` wrote."
-        )
-    model.check_plan(plan)
-    beginning = load_adapter(plan.adapter, model.hf_model, torch.float32)
-    return replace(settings, **beginning.spec.to_dict()), beginning
-
-
 def _digest(adapter: Adapter) -> str:
     """Of its weights."""
     digest = hashlib.sha256()
@@ -312,18 +323,6 @@ def _digest(adapter: Adapter) -> str:
 
 def _without_curve(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in provenance.items() if name != "curve"}
-
-
-def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
-    if decoder.is_spread:
-        raise UnsupportedModelError("got a model on several devices; expected one. Load it without device_map.")
-    groups = [group for block in decoder.blocks[-settings.num_blocks :] for group in block.linears]
-    if not all(each.is_plain for each in (decoder.full_head.linears, *groups)):
-        raise UnsupportedModelError(
-            "got a model whose head, or one of whose last blocks, has linears that are quantised, wrapped, hooked, or "
-            "of a kind of their own (GPT-2's); expected plain ones, which trained blocks can begin with. Merge "
-            "adapters, or load the original weights."
-        )
 
 
 def _placed(own: Tensor, values: Tensor) -> Tensor:

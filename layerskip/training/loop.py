@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 
 from layerskip.errors import CheckpointError, SettingError
 from layerskip.interrupts import held_interrupts
+from layerskip.training.folder import CHECKPOINT
 
-__all__ = ["CHECKPOINT", "Point", "Schedule", "optimise", "rows_of_step"]
+__all__ = ["Point", "Schedule", "optimise", "rows_of_step", "thinned"]
 
-CHECKPOINT = "checkpoint.pt"
 _FORMAT = 1
+_MOST_POINTS = 200
 _SAVED = {"parameters", "optimizer", "step", "curve", "seconds", "total", "count"}
 
 Point = dict[str, Any]
@@ -39,6 +41,13 @@ def rows_of_step(step: int, rows: int, a_step: int, seed: int) -> Tensor:
     epoch, index = divmod(step, rows // a_step)
     order = np.random.default_rng((seed, epoch)).permutation(rows)
     return torch.from_numpy(order[index * a_step : (index + 1) * a_step])
+
+
+def thinned(curve: list[Point]) -> list[Point]:
+    """At most `_MOST_POINTS` of a curve, evenly, with the first and the last: what a plan holds must stay small."""
+    if len(curve) <= _MOST_POINTS:
+        return curve
+    return [curve[index] for index in np.linspace(0, len(curve) - 1, _MOST_POINTS).round().astype(int).tolist()]
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class Schedule:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_positive = is_number and (value > 0 or (value == 0 and name not in ("learning_rate", "clip_norm")))
             if not is_positive or not value <= most:
-                raise SettingError(f"got {name}={value!r}; expected a number from 0 to {most}.")
+                least = "above 0, at most" if name in ("learning_rate", "clip_norm") else "from 0 to"
+                raise SettingError(f"got {name}={value!r}; expected a number {least} {most}.")
 
     def learning_rate_at(self, step: int) -> float:
         """Of the step of this number, from 0."""
@@ -124,14 +134,10 @@ def optimise(
     ]
     optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95))
     file = folder / CHECKPOINT
-    saved = _load(file, made_for, resume)
-    step, curve, seconds, total, count = 0, [], 0.0, 0.0, 0
-    if saved is not None:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved["parameters"][name])
-        optimizer.load_state_dict(saved["optimizer"])
-        step, curve, seconds, total, count = (saved[name] for name in ("step", "curve", "seconds", "total", "count"))
+    step, curve, seconds, total, count = 0, list[Point](), 0.0, 0.0, 0
+    if (saved := _load(file, made_for, resume)) is not None:
+        with _readable(file):
+            step, curve, seconds, total, count = _taken_up(saved, parameters, optimizer, schedule.steps)
         saved = None  # as large as all that is trained, three times
     began = time.perf_counter() - seconds
 
@@ -187,13 +193,11 @@ def _load(file: Path, made_for: Mapping[str, Any], resume: bool) -> dict[str, An
         raise SettingError(
             f"got the folder {file.parent}, which holds a run that has begun. Resume it (--resume), or name another."
         )
-    try:
+    with _readable(file):
         saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         before = dict(saved["made_for"])
         if saved["format"] != _FORMAT or not _SAVED <= saved.keys():
             raise ValueError(f"format {saved['format']!r}, with {', '.join(sorted(saved))}")
-    except Exception as error:  # whatever the reader of pickles makes of a damaged file
-        raise CheckpointError(f"cannot read the checkpoint {file}: {error}. Remove it, and begin anew.") from error
     for name in sorted({*before, *made_for}):
         if before.get(name) != made_for.get(name):
             raise SettingError(
@@ -203,13 +207,49 @@ def _load(file: Path, made_for: Mapping[str, Any], resume: bool) -> dict[str, An
     return saved
 
 
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Whatever a reader makes of a damaged checkpoint becomes a CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"cannot read the checkpoint {file}, which is damaged ({reason:.300}). Remove it, and begin anew."
+        ) from error
+
+
+def _taken_up(
+    saved: Mapping[str, Any], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, steps: int
+) -> tuple[int, list[Point], float, float, int]:
+    """Put what was `saved` where it was; step, curve, seconds, total and count (ValueError: it is not whole)."""
+    step, curve, seconds, total, count = (saved[name] for name in ("step", "curve", "seconds", "total", "count"))
+    if type(step) is not int or not 0 <= step <= steps or type(count) is not int or not 0 <= count <= step:
+        raise ValueError(f"step {step!r} of {steps}, {count!r} of them since the curve's last point")
+    if not math.isfinite(seconds + total) or [each["step"] for each in curve[-1:]] != [step - count] * (step > count):
+        raise ValueError(f"a curve of {len(curve)} points at step {step}, after {seconds!r} seconds")
+    shapes = {name: each.shape for name, each in parameters.items()}
+    if {name: each.shape for name, each in saved["parameters"].items()} != shapes:
+        raise ValueError("parameters of other names or shapes than those that are trained")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved["parameters"][name])
+    optimizer.load_state_dict(saved["optimizer"])
+    for parameter in parameters.values():
+        state = optimizer.state[parameter]
+        if step and any(state[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
+            raise ValueError("a state of the optimiser of another shape than its parameter")
+    return step, curve, float(seconds), float(total), count
+
+
 def _save(file: Path, content: dict[str, Any]) -> None:
     scratch = file.with_suffix(".new")
     try:
         torch.save(content, scratch)
         os.replace(scratch, file)
     except (OSError, RuntimeError) as error:
-        scratch.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write the checkpoint {file}: {error}. Make room; the one from before is as it was, to resume from."
-        ) from error
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or error
+        before = "; the one from before is as it was, to resume from" if file.exists() else ", and begin again"
+        raise CheckpointError(f"cannot write the checkpoint {file}: {reason}. Make room{before}.") from error

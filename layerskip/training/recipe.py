@@ -28,12 +28,13 @@ from layerskip.models.families import family_of, geometry_of
 from layerskip.models.inspection import inspect_model
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
-from layerskip.training.loop import CHECKPOINT, Point, Schedule, optimise, rows_of_step
+from layerskip.training.beginning import RESULTS, check_layerskip
+from layerskip.training.folder import STATE, held_folder, refuse_folder, writing
+from layerskip.training.loop import Point, Schedule, optimise, rows_of_step, thinned
 from layerskip.training.texts import TrainingTexts
 
 __all__ = ["RecipeSettings", "dropout_rates", "layer_outputs", "loss_weights", "train_layerskip"]
 
-_STATE = "training"  # the folder of what resuming needs
 _DRAFT_TOKENS = 6  # with an exit after 4 of 32 layers, the paper's
 
 
@@ -81,7 +82,8 @@ class RecipeSettings:
             value = getattr(self, name)
             if (type(value) is not int or value < smallest) and (name, value) != ("lora_rank", None):
                 raise SettingError(f"got {name}={value!r}; expected an integer from {smallest}.")
-        for name in ("learning_rate", "max_dropout", "loss_scale"):
+        Schedule(1, self.learning_rate)
+        for name in ("max_dropout", "loss_scale"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value <= 1:
                 raise SettingError(f"got {name}={value!r}; expected a number from 0 to 1.")
@@ -142,6 +144,8 @@ def layer_outputs(model: PreTrainedModel, tokens: Tensor, kept: Tensor | None = 
     return outputs
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_layerskip(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -164,43 +168,64 @@ def train_layerskip(
             of layers that run, "perplexity" and "agreement", how often they say what all layers say.
 
     Raises:
-        SettingError: settings out of range, a folder with another run or with a model, or texts that are too few.
+        SettingError: settings out of range; a folder with another run, with a model, or in which somebody is at work;
+            texts that are too few.
         InputError: texts with ids or positions that the model does not have, or with nothing to learn.
-        UnsupportedModelError: the architecture is not in the table of families, or the weights are no plain floats.
-        ValueError: transformers refuses to write the model's generation config; the message says why.
+        UnsupportedModelError: the architecture is not in the table of families, weights or linears are no plain ones,
+            or transformers refuses to write the generation config.
+        CheckpointError: a file is damaged, or cannot be written.
     """
-    settings, folder = settings or RecipeSettings(), Path(out)
-    if (folder / "config.json").exists() and not (resume and (folder / _STATE / CHECKPOINT).exists()):
-        raise SettingError(f"got the folder {folder}, which holds a model; expected none. Name another.")
+    if not isinstance(texts, TrainingTexts):
+        raise InputError(f"got texts of type {type(texts).__name__}; expected TrainingTexts.")
+    settings = RecipeSettings() if settings is None else settings
+    if not isinstance(settings, RecipeSettings):
+        raise SettingError(f"got settings of type {type(settings).__name__}; expected RecipeSettings.")
+    check_layerskip(model, out, settings, resume)
     run = _Run(model, texts, settings)
-    (folder / _STATE).mkdir(parents=True, exist_ok=True)
-    # Before the training, so that what transformers refuses to write is known in time.
-    run.model.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    before = run.evaluate()
+    with held_folder(out) as folder:
+        refuse_folder(folder, STATE, RESULTS, resume)  # again: now nobody else can come
+        # Before the training, so that a disk without room is known in time.
+        with writing(folder, "Make room, or check the path"):
+            (folder / STATE).mkdir(exist_ok=True)
+            run.model.generation_config.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        return _train(model, run, texts, folder, resume, progress)
+
+
+def _train(
+    model: PreTrainedModel,
+    run: _Run,
+    texts: TrainingTexts,
+    folder: Path,
+    resume: bool,
+    progress: Callable[[int, int, Point | None], None],
+) -> Path:
+    settings, before = run.settings, run.evaluate()
     for weight in run.model.parameters():  # no buffers: those of rotary embeddings keep their precision
         weight.data = weight.data.float()
     run.model.requires_grad_(settings.lora_rank is None)
     merge = _add_low_rank(run.layers, settings.lora_rank, settings.seed) if settings.lora_rank else lambda: None
     curve = optimise(
-        run.model, run.losses, run.schedule, folder / _STATE, run.made_for, evaluate=run.evaluate, resume=resume,
+        run.model, run.losses, run.schedule, folder / STATE, run.made_for, evaluate=run.evaluate, resume=resume,
         progress=lambda step, point: progress(step, run.schedule.steps, point),
     )  # fmt: skip
     merge()
     for weight, given in zip(run.model.parameters(), model.parameters(), strict=True):
         weight.data = weight.data.to(given.dtype)
-    run.model.save_pretrained(folder)
+    with writing(folder):
+        run.model.save_pretrained(folder)
     made = {
         "made_by": "layerskip.training.recipe", "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "settings": asdict(settings), "trained_from": asdict(identify(model)), "steps": run.schedule.steps,
         "texts": {"rows": len(texts.tokens), "tokens": texts.num_tokens, "digest": texts.digest()},
-        "seconds": curve[-1]["seconds"], "threads": torch.get_num_threads(),
-        "before": before, "after": run.evaluate(), "curve": curve,  # the first two in the dtype given, not in float32
+        "seconds": curve[-1]["seconds"], "threads": torch.get_num_threads(), "before": before,
+        "after": run.evaluate(), "curve": thinned(curve),  # the first in the dtype given, not in float32
     }  # fmt: skip
     plan = _plan_of_best_exit(run.model, made)
     plan.save(folder / "plan.json")
-    (folder / "README.md").write_text(_card(made, plan), encoding="utf-8")
+    with writing(folder / "README.md"):
+        (folder / "README.md").write_text(_card(made, plan), encoding="utf-8")
     return folder
 
 
@@ -208,6 +233,7 @@ class _Run:
     """What one run works on.
 
     Attributes:
+        settings: as given.
         model, layers: the copy, and its decoder layers. It stays in evaluation mode: dropout that its config asks for
             would draw numbers that no resuming knows.
     """
@@ -215,13 +241,8 @@ class _Run:
     def __init__(self, model: PreTrainedModel, texts: TrainingTexts, settings: RecipeSettings) -> None:
         family, geometry = family_of(type(model).__name__, model.config), geometry_of(model.config)
         rows, row_tokens = texts.tokens.shape
-        if geometry.num_layers < 2 or not all(each.is_floating_point() for each in model.parameters()):
-            raise UnsupportedModelError(
-                f"got a model of {geometry.num_layers} layers, dtype {model.dtype}; expected 2 layers or more, and "
-                "weights that are plain floats. Quantise after the training."
-            )
         texts.refuse_unfit(geometry.vocab_size, geometry.max_positions)
-        self._settings, self._num_layers = settings, geometry.num_layers
+        self.settings, self._num_layers = settings, geometry.num_layers
         # Tokens (rows, row_tokens), and where the next one counts (rows, row_tokens - 1).
         self._train, self._held_out = (
             (torch.from_numpy(each.tokens).long(), torch.from_numpy(each.is_own)[:, 1:])
@@ -233,7 +254,7 @@ class _Run:
         steps = max(1, settings.tokens // (self._rows_a_step * row_tokens))
         self.schedule = Schedule(steps, settings.learning_rate, evaluate_every=min(settings.evaluate_every, steps))
         self.made_for = asdict(replace(settings, micro_rows=1))
-        self.made_for |= {"model": asdict(identify(model)), "texts": texts.digest()}
+        self.made_for |= {"model": asdict(identify(model)), "dtype": str(model.dtype), "texts": texts.digest()}
         self._autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         self.model = copy.deepcopy(model).eval()
         self._numbers = family.numbers(model.config)
@@ -242,7 +263,7 @@ class _Run:
 
     def losses(self, step: int) -> Iterator[Tensor]:
         """Of one step, a few rows at a time; together the mean over the positions that count."""
-        settings, device, of_run = self._settings, self.model.device, (self._num_layers, step, self.schedule.steps)
+        settings, device, of_run = self.settings, self.model.device, (self._num_layers, step, self.schedule.steps)
         rows = rows_of_step(step, len(self._train[0]), self._rows_a_step, settings.seed)
         weights = loss_weights(settings, *of_run)
         # The third number tells these draws from those of an epoch's order.

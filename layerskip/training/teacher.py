@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerskip.errors import SettingError
 from layerskip.identity import ModelIdentity
 from layerskip.models.decoder import Decoder
 
 __all__ = ["Teacher"]
+
+_NOTED = "states.json"
 
 
 class Teacher:
@@ -61,13 +64,13 @@ class Teacher:
     def states(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Behind the exit and behind the last block, of rows by their numbers: each (rows, row_tokens, hidden_size).
 
-        Raises:
-            SettingError: there is no room for them.
+        Where they cannot be kept on the disk, a warning says why, and they are computed each time.
         """
         decoder = self._decoder
         token_ids = self._tokens[list(rows)].to(decoder.device)
         if self._keeps and self._kept is None:
             self._kept = torch.empty(self._shape, dtype=decoder.dtype) if self._folder is None else self._opened()
+            self._keeps = self._kept is not None
         span = decoder.span([0] * len(rows), token_ids.shape[1])
         if self._kept is not None and self._done.issuperset(rows):
             found = self._kept[list(rows)].to(decoder.device)
@@ -83,24 +86,22 @@ class Teacher:
         return entry, found[:, -1]
 
     def flush(self) -> None:
-        """Note which rows are in the file, for a later run."""
+        """Note which rows are in the file, for a later run; where that fails, it computes them once more."""
         if self._kept is not None and self._folder is not None:
             scratch = self._folder / "states.new"
-            scratch.write_text(json.dumps({"made_for": self._made_for, "rows": sorted(self._done)}), encoding="utf-8")
-            os.replace(scratch, self._folder / "states.json")
+            with contextlib.suppress(OSError):
+                noted = json.dumps({"made_for": self._made_for, "rows": sorted(self._done)})
+                scratch.write_text(noted, encoding="utf-8")
+                os.replace(scratch, self._folder / _NOTED)
 
-    def _opened(self) -> Tensor:
-        """Map the file; its rows are taken over if it is whole, and was made for the same."""
+    def _opened(self) -> Tensor | None:
+        """Map the file; its rows are taken over if it is whole, and was made for the same. None: it cannot be made."""
         assert self._folder is not None
-        folder, size = self._folder, self._numbers * self._decoder.dtype.itemsize
-        file = folder / "states.bin"
+        size, file = self._numbers * self._decoder.dtype.itemsize, self._folder / "states.bin"
+        self._done = self._rows_noted(file, size)
         try:
-            noted = json.loads((folder / "states.json").read_text(encoding="utf-8"))
-            if noted["made_for"] == self._made_for and file.stat().st_size == size:
-                self._done = set(noted["rows"])
-        except (OSError, ValueError, KeyError, TypeError):  # nothing is there, or what is there cannot be used
-            pass
-        try:
+            if not self._done:  # before a row is written: what is noted is of other rows
+                (self._folder / _NOTED).unlink(missing_ok=True)
             with file.open("ab") as opened:
                 opened.truncate(size)
                 # All of it now: a page for which there is no room later would end the process.
@@ -108,7 +109,23 @@ class Teacher:
                     os.posix_fallocate(opened.fileno(), 0, size)
             return torch.from_file(str(file), True, self._numbers, dtype=self._decoder.dtype).view(self._shape)
         except (OSError, RuntimeError) as error:
-            raise SettingError(
-                f"got no room for {size / 1e9:.1f} GB of states in {folder}: {error}. Make room, or lower the bytes "
-                "that may be kept (kept_state_bytes; 0: they are computed anew each time)."
-            ) from error
+            self._done = set()
+            with contextlib.suppress(OSError):
+                file.unlink()
+            warnings.warn(
+                f"cannot keep {size / 1e9:.1f} GB of states in {self._folder}: "
+                f"{getattr(error, 'strerror', None) or error}. They are computed anew each time, which takes longer.",
+                stacklevel=2,
+            )
+            return None
+
+    def _rows_noted(self, file: Path, size: int) -> set[int]:
+        """Rows that an earlier run has put into `file`, of `size` bytes; none if it cannot be used."""
+        assert self._folder is not None
+        try:
+            noted = json.loads((self._folder / _NOTED).read_text(encoding="utf-8"))
+            rows = set(noted["rows"])
+            is_ours = noted["made_for"] == self._made_for and file.stat().st_size == size
+            return rows if is_ours and rows.issubset(range(len(self._tokens))) else set()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # nothing is there, or it is damaged
+            return set()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +32,10 @@ class TrainingTexts:
     def __post_init__(self) -> None:
         """Check (InputError); integers of any kind become int32."""
         tokens, is_own = self.tokens, self.is_own
+        if not isinstance(tokens, np.ndarray) or not isinstance(is_own, np.ndarray):
+            raise InputError(
+                f"got tokens of type {type(tokens).__name__}, is_own of type {type(is_own).__name__}; expected arrays."
+            )
         if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
             raise InputError(f"got tokens {tokens.shape}, {tokens.dtype}; expected integers (rows, row_tokens), some.")
         if is_own.shape != tokens.shape or is_own.dtype != np.bool_:
@@ -71,6 +73,8 @@ class TrainingTexts:
     def split(self, held_out_rows: int, seed: int) -> tuple[TrainingTexts, TrainingTexts]:
         """Rows to train on, and `held_out_rows` others, drawn by the seed; SettingError if a side would be empty."""
         rows = len(self.tokens)
+        if rows < 2:
+            raise SettingError(f"got texts of {rows} row; expected two or more, to train on and to judge by. Add more.")
         if type(held_out_rows) is not int or not 1 <= held_out_rows < rows:
             raise SettingError(f"got held_out_rows={held_out_rows!r} of {rows} rows; expected from 1 to {rows - 1}.")
         is_held_out = np.zeros(rows, dtype=bool)
@@ -82,9 +86,12 @@ class TrainingTexts:
         """Write ``tokens`` and ``assistant`` as .npz; the file appears whole or (OSError) not at all."""
         file, scratch = Path(path), Path(f"{os.fspath(path)}.new")
         tokens = self.tokens.astype(np.uint16) if self.tokens.max() < 2**16 else self.tokens
-        with scratch.open("wb") as stream:  # given a name, numpy would put .npz behind it
-            np.savez_compressed(stream, tokens=tokens, assistant=self.is_own)
-        os.replace(scratch, file)
+        try:
+            with scratch.open("wb") as stream:  # given a name, numpy would put .npz behind it
+                np.savez_compressed(stream, tokens=tokens, assistant=self.is_own)
+            os.replace(scratch, file)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], vocab_size: int) -> TrainingTexts:
@@ -99,9 +106,10 @@ class TrainingTexts:
             with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 tokens = np.asarray(archive["tokens"])
                 own = np.asarray(archive["assistant"]) if "assistant" in archive else np.ones(tokens.shape, dtype=bool)
-        except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except Exception as error:  # whatever the readers of archives and of arrays make of a damaged file
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise CheckpointError(
-                f"cannot read texts from {file}: {error}. Expected an .npz that save() wrote."
+                f"cannot read texts from {file}: {reason:.300}. Expected an .npz that save() wrote."
             ) from error
         try:
             texts = cls(tokens, own)

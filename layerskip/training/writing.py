@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from layerskip.api import Model
 from layerskip.errors import CheckpointError, InputError, SettingError
+from layerskip.settings import NAMES, resolve_settings
 from layerskip.text import encode
+from layerskip.training.folder import folder_path, held_folder, writing
 from layerskip.training.texts import TrainingTexts
 
 __all__ = ["WritingSettings", "ends_of", "write_texts"]
@@ -37,12 +40,6 @@ _KEY_TOKENS = 32  # texts that begin with the same are the same text
 _FRUITLESS = 4  # batches without a new text, after which there will be none
 _MESSAGES = ("A", "z")  # alike neither at their beginning nor at their end
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 64}
-# A checkpoint's own config may ask for these. Draft paths are trained towards what the model says without penalties;
-# with a clock, or a plan, whose governor looks at clocks, no text would be written twice the same.
-_LEFT_OUT: dict[str, Any] = dict.fromkeys((
-    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "min_new_tokens", "min_length",
-    "stop_strings", "max_time", "plan", "num_return_sequences",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,8 +107,16 @@ def write_texts(
         "prompts": _digest(given),
     }
     author = _Author(model, settings, given)
-    cache = _Cache(Path(folder) / _CACHE, made_for, author.around)
-    author.around = cache.around
+    with held_folder(folder_path(folder)) as held:
+        cache = _Cache(held / _CACHE, made_for, author.around, model.decoder.vocab_size)
+        author.around = cache.around
+        return _packed(cache, author, settings, progress)
+
+
+def _packed(
+    cache: _Cache, author: _Author, settings: WritingSettings, progress: Callable[[int, int], None] | None
+) -> TrainingTexts:
+    """The texts of `cache`, and as many more of `author` as it takes, in rows."""
     total = -(-settings.tokens // settings.row_tokens) * settings.row_tokens
     tokens, is_own, fruitless = array("i"), bytearray(), 0
     known: set[tuple[int, ...] | None] = {()}
@@ -211,7 +216,7 @@ class _Author:
         return texts
 
     def _generate(self, texts: list[_Text], longest: int, seed: int, options: dict[str, Any]) -> list[_Ids]:
-        given = {**_LEFT_OUT, **options, "max_new_tokens": longest, "seed": seed}
+        given = {**_left_out(), **options, "max_new_tokens": longest, "seed": seed}
         return self._model.generate([text.tokens for text in texts], **given).new_token_ids
 
     def _decoding(self, batch: int) -> dict[str, Any]:
@@ -228,15 +233,28 @@ def _digest(content: Any) -> str | None:
 
 
 def ends_of(model: Model) -> tuple[int, ...]:
-    """The ids that end what `model` says, by its own generation config."""
-    return model.check([0], max_new_tokens=1, seed=0, **_LEFT_OUT).settings.eos_token_id
+    """The ids that end what `model` says, by its own generation config, of which nothing else is read."""
+    config: Any = model.hf_model.generation_config
+    given = {"eos_token_id": getattr(config, "eos_token_id", None), "max_new_tokens": 1}
+    return resolve_settings(None, None, given).eos_token_id
+
+
+def _left_out() -> dict[str, Any]:
+    """Every setting of a checkpoint's own config but what ends a text, as None; and a plan.
+
+    Draft paths are trained towards what the model says without penalties and other ways to search; with a clock, or a
+    plan, whose governor looks at clocks, no text would be written twice the same.
+    """
+    names = {name for name in (*GenerationConfig().to_dict(), *NAMES, "plan") if not name.startswith("_")}
+    return dict.fromkeys(names - {"eos_token_id", "prefill_chunk_size"})
 
 
 def _given_ids(model: Model, prompts: Sequence[Any], row_tokens: int) -> list[_Ids]:
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError(f"got {prompts!r:.60} as prompts; expected a list of strings, chats or lists of token ids.")
     rows = [row for prompt in prompts for row in encode(prompt, model.tokenizer)]
-    model.check(rows, max_new_tokens=1, seed=0, **_LEFT_OUT)
+    options: Any = _left_out() | {"max_new_tokens": 1, "seed": 0}
+    model.check(rows, **options)
     if (longest := max(map(len, rows))) >= row_tokens:
         raise InputError(f"got a prompt of {longest} tokens for rows of {row_tokens}; expected room for an answer.")
     return rows
@@ -263,21 +281,17 @@ class _Cache:
         around: see `_around_user`; as it was when the first text was written, because a template may hold the date.
     """
 
-    def __init__(self, file: Path, made_for: Mapping[str, Any], around: _Around) -> None:
-        self._file = file
+    def __init__(self, file: Path, made_for: Mapping[str, Any], around: _Around, vocab_size: int) -> None:
+        self._file, self._vocab_size = file, vocab_size
         first = json.dumps({**made_for, "around": around}).encode() + b"\n"
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a+b") as stream:
-                stream.seek(0)
-                held = stream.readline()
-                if first.startswith(held):  # the same, a beginning of it that was torn, or nothing
-                    stream.write(first[len(held) :])
-                    held = first
-        except OSError as error:
-            raise CheckpointError(f"cannot write texts to {file}: {error.strerror}. Check the path.") from error
+        with writing(file), file.open("a+b") as stream:
+            stream.seek(0)
+            held = stream.readline()
+            if first.startswith(held):  # the same, a beginning of it that was torn, or nothing
+                stream.write(first[len(held) :])
+                held = first
         now, before = json.loads(first), _parsed(held)
-        if not isinstance(before, dict) or before.keys() != now.keys():
+        if not isinstance(before, dict) or before.keys() != now.keys() or not self._are_two(before["around"]):
             raise SettingError(f"got {file}, which holds other things than texts; expected none. Name another folder.")
         for name in made_for:
             if before[name] != now[name]:
@@ -287,26 +301,39 @@ class _Cache:
 
     def read(self, batch_rows: int) -> Iterator[list[_Text]]:
         """The whole batches; what stands behind them, of a run that was killed, is cut off."""
-        with self._file.open("rb") as lines:
+        with writing(self._file), self._file.open("rb") as lines:
             lines.readline()
             whole, batch = lines.tell(), list[_Text]()
             while isinstance(content := _parsed(lines.readline()), dict):
-                batch.append(_Text(content["tokens"], content["answer_from"]))
+                tokens, answer_from = content.get("tokens"), content.get("answer_from")
+                if not self._are_ids(tokens) or type(answer_from) is not int or not 0 <= answer_from <= len(tokens):
+                    raise CheckpointError(
+                        f"got {content!r:.60} as a text in {self._file}; expected token ids of this model's, and where "
+                        "its answer begins. Remove the file, or name another folder: texts are then written anew."
+                    )
+                batch.append(_Text(tokens, answer_from))
                 if len(batch) == batch_rows:
                     yield batch
                     whole, batch = lines.tell(), []
-        os.truncate(self._file, whole)
+        with writing(self._file):
+            os.truncate(self._file, whole)
 
     def append(self, texts: Sequence[_Text]) -> None:
         """One batch."""
         lines = [json.dumps({"tokens": text.tokens, "answer_from": text.answer_from}) + "\n" for text in texts]
-        with self._file.open("a", encoding="ascii") as stream:
+        with writing(self._file), self._file.open("a", encoding="ascii") as stream:
             stream.write("".join(lines))
+
+    def _are_two(self, around: Any) -> bool:
+        return isinstance(around, list) and len(around) == 2 and all(map(self._are_ids, around))
+
+    def _are_ids(self, ids: Any) -> TypeGuard[_Ids]:
+        return isinstance(ids, list) and all(type(each) is int and 0 <= each < self._vocab_size for each in ids)
 
 
 def _parsed(line: bytes) -> Any:
     """None: the file has ended, or the line was not written to its end."""
     try:
         return json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -1,0 +1,450 @@
+"""What goes wrong around a training: two at once, folders of others, damaged files, a full disk, wrong types."""
+
+import copy
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import layerskip
+from layerskip import DraftPlan
+from layerskip.cli import main
+from layerskip.errors import CheckpointError, InputError, LayerSkipError, SettingError, UnsupportedModelError
+from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.adapter_file import load_adapter, save_adapter
+from layerskip.training import (
+    ExitSettings,
+    RecipeSettings,
+    TrainingTexts,
+    WritingSettings,
+    train_exit,
+    train_layerskip,
+    write_texts,
+)
+from layerskip.training import exit as exit_module
+from layerskip.training.beginning import check_exit, check_layerskip
+from layerskip.training.folder import CHECKPOINT, held_folder
+from layerskip.training.loop import _save, thinned
+from layerskip.training.writing import ends_of
+from tests.checkpoints import save_tiny
+from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.toy_tokenizer import character_tokenizer
+
+SMALL = ExitSettings(
+    vocabulary_size=40, tokens=16 * 4 * 2, batch_tokens=64, held_out_rows=2, evaluate_every=2, precision="float32"
+)
+RECIPE = RecipeSettings(tokens=128, batch_tokens=64, held_out_rows=2, precision="float32")
+WRITING = WritingSettings(tokens=100, row_tokens=48, batch_rows=2)
+
+
+def some_texts(rows=12, row_tokens=16):
+    tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, (rows, row_tokens))
+    return TrainingTexts(tokens, np.ones(tokens.shape, dtype=bool))
+
+
+def wrapped(dtype=torch.float32, **config):
+    model = copy.deepcopy(tiny_model("llama", dtype=dtype))
+    model.generation_config.update(**config)
+    return layerskip.wrap(model, character_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return wrapped()
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    return train_exit(model, some_texts(), folder, SMALL), folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture
+def command(checkpoint, capsys, monkeypatch, tmp_path):
+    """`layerskip train`, refused in one line before a text is written: the line."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, model=checkpoint):
+        code = main(["train", str(model), "--tokens", "1280", "--dtype", "float32", *map(str, words)])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "") and err.splitlines()[0].startswith("error: "), err
+        assert not list(tmp_path.glob("**/texts.jsonl"))
+        return err
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_models_of_any_dtype(dtype, precision, tmp_path):
+    plan = train_exit(wrapped(dtype), some_texts(), tmp_path / "exit", replace(SMALL, precision=precision))
+    assert np.isfinite(plan.provenance["curve"][-1]["loss"])
+
+
+class TestTwoAtOnce:
+    def test_a_second_thread_is_refused(self, model, tmp_path):
+        refusals = []
+
+        def second():
+            for work in (
+                lambda: train_exit(model, some_texts(), tmp_path, SMALL),
+                lambda: train_layerskip(model.hf_model, None, some_texts(), tmp_path, RECIPE),
+                lambda: write_texts(model, WRITING, tmp_path),
+            ):
+                try:
+                    work()
+                except SettingError as error:
+                    refusals.append(str(error))
+
+        with held_folder(tmp_path), held_folder(tmp_path / "."):  # within itself, nothing changes
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+        assert len(refusals) == 3 and all("another process or thread is training" in each for each in refusals)
+        assert [each.name for each in tmp_path.iterdir()] == [".training.lock"]
+        train_exit(model, some_texts(), tmp_path, SMALL)  # and now it may
+
+    def test_the_command_keeps_others_out_while_it_writes(self, checkpoint, monkeypatch, tmp_path, capsys):
+        seen = []
+
+        def write(*_, **__):
+            def other():
+                with pytest.raises(SettingError), held_folder(tmp_path / "out"):
+                    pass
+                seen.append("refused")
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            raise InputError("enough")
+
+        monkeypatch.setattr("layerskip.training.write_texts", write)
+        assert main(["train", str(checkpoint), "--out", str(tmp_path / "out")]) == 2
+        assert seen == ["refused"] and "enough" in capsys.readouterr().err
+
+
+class TestFolders:
+    def test_of_another_recipe(self, model, tmp_path):
+        train_exit(model, some_texts(), tmp_path / "exit", SMALL)
+        train_layerskip(model.hf_model, None, some_texts(), tmp_path / "recipe", RECIPE)
+        for resume in (False, True):
+            with pytest.raises(SettingError, match="another recipe"):
+                train_layerskip(model.hf_model, None, some_texts(), tmp_path / "exit", RECIPE, resume=resume)
+            with pytest.raises(SettingError, match="another recipe"):
+                train_exit(model, some_texts(), tmp_path / "recipe", SMALL, resume=resume)
+
+    @pytest.mark.parametrize("name", ["plan.json", "adapter.safetensors"])
+    @pytest.mark.parametrize("resume", [False, True])
+    def test_with_somebody_elses_plan(self, model, tmp_path, name, resume):
+        (tmp_path / name).write_text("precious")
+        with pytest.raises(SettingError, match=f"holds {name} of something else"):
+            train_exit(model, some_texts(), tmp_path, SMALL, resume=resume)
+        assert (tmp_path / name).read_text() == "precious"
+
+    def test_of_a_model_of_another_dtype(self, trained):
+        with pytest.raises(SettingError, match="got dtype='torch.float64' .* begun with 'torch.float32'"):
+            train_exit(wrapped(torch.float64), some_texts(), trained[1], SMALL, resume=True)
+
+    def test_that_cannot_be(self, model, tmp_path):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        for name in ("file", "file/sub", "loop", "nul\0", "x" * 300):
+            for work in (
+                lambda out: train_exit(model, some_texts(), out, SMALL),
+                lambda out: train_layerskip(model.hf_model, None, some_texts(), out, RECIPE),
+                lambda out: write_texts(model, WRITING, out),
+            ):
+                with pytest.raises(LayerSkipError, match="Check|expected a folder"):
+                    work(f"{tmp_path}/{name}")
+
+    def test_the_command_says_so_in_one_line(self, command, tmp_path):
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        (tmp_path / "plan").mkdir()
+        (tmp_path / "plan" / "plan.json").write_text("{}")
+        for out, said in (("loop", "loop"), ("nul\0", "null byte"), ("plan", "of something else"), ("", "--out")):
+            assert said in command("--out", out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--num-blocks", "5"], "5 of its own"),
+        (["--recipe", "adapter", "--exit-layer", "4"], "behind 4 blocks"),
+        (["--text-tokens", "100"], "Ask for more by --text-tokens"),
+        (["--text-tokens", "1000", "--held-out-rows", "7"], "expected 8 rows or more"),
+        (["--offsets", "160"], "got offsets=160 for rows of 160 tokens"),
+        (["--learning-rate", "0"], "above 0"),
+        (["--recipe", "layerskip", "--learning-rate", "0"], "above 0"),
+        (["--recipe", "layerskip", "--lora-rank", "33"], "got lora_rank=33"),
+        (["--begin-with", "p.json", "--recipe", "adapter", "--no-state"], "beside --no-state"),
+        (["--begin-with", "p.json", "--recipe", "layerskip"], "beside --recipe layerskip"),
+    ],
+)
+def test_refused_before_texts_are_written(command, words, said):
+    assert said in command("--out", "draft", *words)
+
+
+def test_blocks_to_begin_with_are_refused_before_texts_are_written(command, trained, tmp_path):
+    """Of another model, and damaged."""
+    plan, folder = trained
+    for name in ("plan.json", "adapter.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    assert "plan" in command("--out", "draft", "--begin-with", "plan.json", model=save_tiny(tmp_path / "o", "qwen3"))
+    replace(DraftPlan.load("plan.json"), target=None).save("plan.json")
+    (tmp_path / "adapter.safetensors").write_bytes(b"nonsense")
+    assert "cannot read the adapter" in command("--out", "draft", "--begin-with", "plan.json")
+
+
+class Wrapped(torch.nn.Module):
+    """As an adapter of PEFT stands in a linear's place."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight = inner, inner.weight
+
+    def forward(self, inputs):
+        return 2 * self.inner(inputs)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.1.mlp.up_proj"])
+@pytest.mark.parametrize("how", ["wrapped", "hooked"])
+def test_the_recipe_refuses_linears_that_are_none(tmp_path, name, how):
+    hf_model = copy.deepcopy(tiny_model("llama", dtype=torch.float32))
+    parent, _, own = name.rpartition(".")
+    if how == "wrapped":
+        setattr(hf_model.get_submodule(parent), own, Wrapped(hf_model.get_submodule(name)))
+    else:
+        hf_model.get_submodule(name).register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(UnsupportedModelError, match="plain"):
+        train_layerskip(hf_model, None, some_texts(), tmp_path / "out", RECIPE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_generation_config_that_cannot_be_written_is_known_at_once(tmp_path):
+    model = wrapped()
+    model.hf_model.generation_config.num_return_sequences = 3
+    with pytest.raises(UnsupportedModelError, match="refuses to write"):
+        check_layerskip(model.hf_model, tmp_path / "out", RECIPE, False)
+
+
+def test_a_vocabulary_without_room_for_the_ends(tmp_path):
+    model = wrapped(eos_token_id=[2, 5, 7])
+    with pytest.raises(SettingError, match="expected 3 or more"):
+        check_exit(model, tmp_path, replace(SMALL, vocabulary_size=2), None, False, 16)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"num_beams": 4}, {"guidance_scale": 1.5}, {"temperature": 0.0}, {"top_p": 0.0},
+     {"penalty_alpha": 0.6, "top_k": 4}, {"forced_eos_token_id": 2}, {"max_length": 5, "min_length": 3}],
+)  # fmt: skip
+def test_what_else_a_generation_config_asks_for(config, tmp_path):
+    model = wrapped(eos_token_id=[2, 7], **config)
+    assert ends_of(model) == (2, 7)
+    texts = write_texts(model, WRITING, tmp_path / "texts")
+    assert texts.digest() == write_texts(wrapped(eos_token_id=[2, 7]), WRITING, tmp_path / "plain").digest()
+
+
+class TestTexts:
+    def test_own_tokens_in_the_first_column_only(self, model, tmp_path):
+        """No token stands before them that could learn to say them."""
+        texts = some_texts()
+        texts.is_own[:, 1:] = False
+        with pytest.raises(SettingError, match="none of the model's own"):
+            train_exit(model, texts, tmp_path, SMALL)
+
+    def test_one_row_is_too_few(self):
+        with pytest.raises(SettingError, match="1 row; expected two or more.* Add more"):
+            some_texts(rows=1).split(1, seed=0)
+
+    def test_more_offsets_than_a_row_has(self, model, tmp_path):
+        train_exit(model, some_texts(), tmp_path / "most", replace(SMALL, offsets=15, first_offset_share=0.0))
+        with pytest.raises(SettingError, match="got offsets=16 for rows of 16"):
+            train_exit(model, some_texts(), tmp_path / "more", replace(SMALL, offsets=16))
+
+    def test_an_archive_that_no_reader_understands(self, tmp_path, monkeypatch):
+        some_texts().save(tmp_path / "texts.npz")
+        for error in (RuntimeError("encrypted"), NotImplementedError(), OverflowError("int"), MemoryError()):
+
+            def load(*_, error=error, **__):
+                raise error
+
+            monkeypatch.setattr(np, "load", load)
+            with pytest.raises(CheckpointError, match="cannot read texts from .*texts.npz: .+Expected an .npz"):
+                TrainingTexts.load(tmp_path / "texts.npz", VOCAB_SIZE)
+
+    def test_saved_where_a_folder_is(self, tmp_path):
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(OSError):
+            some_texts().save(tmp_path / "folder")
+        assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+
+    @pytest.mark.parametrize(
+        "line",
+        ['{}', '{"tokens": "abc", "answer_from": 1}', '{"tokens": [1, 99999999999], "answer_from": 1}',
+         '{"tokens": [1, 5000], "answer_from": 1}', '{"tokens": [1, 5.5], "answer_from": 1}',
+         '{"tokens": [1], "answer_from": 2}', '{"tokens": [1], "answer_from": null}'],
+    )  # fmt: skip
+    def test_a_line_that_is_no_text(self, model, tmp_path, line):
+        write_texts(model, WRITING, tmp_path)
+        lines = (tmp_path / "texts.jsonl").read_text().splitlines()
+        (tmp_path / "texts.jsonl").write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
+        with pytest.raises(CheckpointError, match="as a text in .*texts.jsonl.* Remove the file"):
+            write_texts(model, WRITING, tmp_path)
+
+    @pytest.mark.parametrize("around", [5, [], [["a"], []], [[1], [5000]], {"1": 2}])
+    def test_a_first_line_that_is_damaged(self, model, tmp_path, around):
+        write_texts(model, WRITING, tmp_path)
+        first, rest = (tmp_path / "texts.jsonl").read_text().split("\n", 1)
+        (tmp_path / "texts.jsonl").write_text(json.dumps(json.loads(first) | {"around": around}) + "\n" + rest)
+        with pytest.raises(SettingError, match="holds other things than texts"):
+            write_texts(model, WRITING, tmp_path)
+        (tmp_path / "texts.jsonl").write_text("[" * 100_000 + "\n")
+        with pytest.raises(SettingError, match="holds other things than texts"):
+            write_texts(model, WRITING, tmp_path)
+
+
+def damage_shape(saved):
+    name = next(iter(saved["parameters"]))
+    saved["parameters"][name] = saved["parameters"][name][..., :1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_shape,
+        lambda saved: saved["parameters"].popitem(),
+        lambda saved: saved["optimizer"]["state"].popitem(),
+        lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)),
+        lambda saved: saved.update(optimizer={}),
+        lambda saved: saved.update(step=99),
+        lambda saved: saved.update(step="a"),
+        lambda saved: saved.update(curve=[]),
+        lambda saved: saved.update(seconds=None),
+        lambda saved: saved.update(made_for=[1]),
+        lambda saved: saved.pop("format"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(model, trained, tmp_path, damage):
+    saved = torch.load(trained[1] / CHECKPOINT, weights_only=True)
+    damage(saved)
+    torch.save(saved, tmp_path / CHECKPOINT)
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint .*damaged.* begin anew"):
+        train_exit(model, some_texts(), tmp_path, SMALL, resume=True)
+
+
+class TestAdapterFiles:
+    def test_a_description_that_is_damaged(self, model, trained, tmp_path):
+        plan, folder = trained
+        content = (folder / "adapter.safetensors").read_bytes()
+        size = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:size])
+        for described in ('{"exit_layer": Infinity, "num_blocks": 1, "reads_state": true}', "[" * 100_000, "[]",
+                          '{"exit_layer": 0, "num_blocks": "1", "reads_state": true}',
+                          '{"exit_layer": 0, "num_blocks": 1, "reads_state": "no"}'):  # fmt: skip
+            header["__metadata__"]["adapter"] = described
+            written = json.dumps(header).encode()
+            (tmp_path / "a").write_bytes(len(written).to_bytes(8, "little") + written + content[size:])
+            with pytest.raises(CheckpointError, match="its description is damaged"):
+                load_adapter(tmp_path / "a", model.hf_model, torch.float32)
+
+    def test_the_same_adapter_is_the_same_file(self, model, tmp_path):
+        adapter = Adapter(model.hf_model, AdapterSpec(1))
+        for index in range(8):
+            save_adapter(adapter, tmp_path / str(index), torch.float32)
+        assert len({each.read_bytes() for each in tmp_path.iterdir()}) == 1
+
+
+class TestFullDisks:
+    """Every file that is written is named, with what to do."""
+
+    @staticmethod
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def test_the_adapter(self, model, tmp_path, monkeypatch):
+        monkeypatch.setattr(exit_module, "save_adapter", self.full)
+        with pytest.raises(CheckpointError, match=r"cannot write .*adapter.safetensors: No space left.*--resume"):
+            train_exit(model, some_texts(), tmp_path, SMALL)
+        monkeypatch.undo()
+        train_exit(model, some_texts(), tmp_path, SMALL, resume=True)
+
+    def test_the_first_checkpoint_and_a_later_one(self, model, trained, tmp_path, monkeypatch):
+        monkeypatch.setattr(torch, "save", self.full)
+        for begun in (False, True):
+            with pytest.raises(CheckpointError, match="checkpoint.pt: No space left on device. Make room") as caught:
+                _save(tmp_path / CHECKPOINT, {})
+            assert ("the one from before is as it was" in str(caught.value)) == begun
+            (tmp_path / CHECKPOINT).write_text("")
+
+    def test_the_tokenizer_and_the_model(self, model, tmp_path):
+        def full(*_, **__):
+            raise Exception("No space left on device (os error 28)")  # tokenizers' own
+
+        with pytest.raises(CheckpointError, match="cannot write .*No space left"):
+            train_layerskip(
+                model.hf_model, SimpleNamespace(save_pretrained=full), some_texts(), tmp_path / "out", RECIPE
+            )
+        hf_model = copy.deepcopy(model.hf_model)
+        hf_model.save_pretrained = full
+        with pytest.raises(CheckpointError, match="cannot write .*No space left"):
+            train_layerskip(hf_model, None, some_texts(), tmp_path / "two", RECIPE)
+
+    def test_the_texts(self, model, tmp_path, monkeypatch):
+        generate, opened = model.generate, Path.open
+        monkeypatch.setattr(model, "generate", lambda *given, **options: fill() or generate(*given, **options))
+
+        def fill():
+            monkeypatch.setattr(Path, "open", lambda *given, **_: self.full() if "a" in given else opened(*given))
+
+        with pytest.raises(CheckpointError, match=r"cannot write .*texts.jsonl: No space left.*--resume"):
+            write_texts(model, WRITING, tmp_path)
+
+
+def test_a_long_curve_is_thinned():
+    curve = [{"step": step} for step in range(1, 1000)]
+    short = thinned(curve)
+    assert len(short) == 200 and (short[0], short[-1]) == (curve[0], curve[-1])
+    steps = [point["step"] for point in short]
+    assert steps == sorted(set(steps)) and thinned(curve[:200]) == curve[:200]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_within_a_block_without_gradients(model, tmp_path, mode):
+    with mode():
+        plan = train_exit(model, some_texts(), tmp_path / "exit", SMALL)
+        train_layerskip(model.hf_model, None, some_texts(), tmp_path / "recipe", RECIPE)
+    assert plan.provenance["curve"]
+
+
+def test_arguments_of_wrong_types(model, tmp_path):
+    texts = some_texts()
+    for arguments, options, error in (
+        ((model, texts.tokens, tmp_path), {}, InputError),
+        ((model.hf_model, texts, tmp_path), {}, InputError),
+        ((model, texts, 5), {}, SettingError),
+        ((model, texts, ""), {}, SettingError),
+        ((model, texts, tmp_path, {"tokens": 5}), {}, SettingError),
+        ((model, texts, tmp_path, RECIPE), {}, SettingError),
+        ((model, texts, tmp_path, SMALL), {"begin_with": "plan.json"}, SettingError),
+    ):
+        with pytest.raises(error, match="expected"):
+            train_exit(*arguments, **options)
+    for arguments in ((model, None, texts, tmp_path), (model.hf_model, None, texts, tmp_path, SMALL)):
+        with pytest.raises((InputError, SettingError), match="expected"):
+            train_layerskip(*arguments)
+    with pytest.raises(InputError, match="expected arrays"):
+        TrainingTexts([[1, 2]], [[True, True]])
+    with pytest.raises(SettingError, match="reads_state"):
+        ExitSettings(reads_state=1)
+    assert not list(tmp_path.iterdir())
