@@ -87,10 +87,15 @@ def check_layerskip(
             "got a model with linears that are quantised, wrapped or hooked; expected plain ones, which a checkpoint "
             "can be written of. Merge adapters, or load the original weights."
         )
-    if settings.lora_rank is not None and (not linears or settings.lora_rank > geometry.hidden_size):
+    if settings.lora_rank is not None and not linears:
+        raise UnsupportedModelError(
+            f"got lora_rank={settings.lora_rank} for layers without ordinary linears (GPT-2's are of a kind of their "
+            "own); expected some, which the additions are to. Leave lora_rank out, which trains all weights."
+        )
+    if settings.lora_rank is not None and settings.lora_rank > geometry.hidden_size:
         raise SettingError(
-            f"got lora_rank={settings.lora_rank} for a model with {len(linears)} linears in its layers, of "
-            f"{geometry.hidden_size} numbers; expected at most that many, and some linears."
+            f"got lora_rank={settings.lora_rank} for hidden states of {geometry.hidden_size} numbers; expected at most "
+            "as many."
         )
     try:
         model.generation_config.validate(strict=True)

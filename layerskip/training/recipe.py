@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from layerskip.errors import InputError, SettingError, UnsupportedModelError
+from layerskip.errors import InputError, SettingError
 from layerskip.identity import identify
 from layerskip.models.families import family_of, geometry_of
 from layerskip.models.inspection import inspect_model
@@ -313,11 +313,6 @@ def _add_low_rank(layers: nn.Module, rank: int, seed: int) -> Callable[[], None]
     `up` begins at 0, so that nothing changes at first. The return value merges them, and leaves nothing else behind.
     """
     linears: list[Any] = [each for each in layers.modules() if isinstance(each, nn.Linear)]
-    if not linears:
-        raise UnsupportedModelError(
-            f"got lora_rank={rank} for layers without ordinary linears (GPT-2's are of a kind of their own); expected "
-            "some, which the additions are to. Leave lora_rank out, which trains all weights."
-        )
     drawn = torch.Generator().manual_seed(seed)
     for linear in linears:
         down = nn.init.kaiming_uniform_(torch.empty(rank, linear.in_features), a=math.sqrt(5), generator=drawn)
