@@ -33,7 +33,7 @@ from layerskip.training.loop import _save, thinned
 from layerskip.training.writing import ends_of
 from tests.checkpoints import save_tiny
 from tests.tiny_models import VOCAB_SIZE, tiny_model
-from tests.toy_tokenizer import character_tokenizer
+from tests.toy_tokenizer import byte_tokenizer, character_tokenizer
 
 SMALL = ExitSettings(
     vocabulary_size=40, tokens=16 * 4 * 2, batch_tokens=64, held_out_rows=2, evaluate_every=2, precision="float32"
@@ -256,6 +256,11 @@ def test_what_else_a_generation_config_asks_for(config, tmp_path):
 
 
 class TestTexts:
+    def test_of_a_tokenizer_that_is_another_models(self, tmp_path):
+        with pytest.raises(InputError, match="got a tokenizer that writes token id .* model's 60"):
+            write_texts(layerskip.wrap(tiny_model("llama"), byte_tokenizer()), WRITING, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
     def test_own_tokens_in_the_first_column_only(self, model, tmp_path):
         """No token stands before them that could learn to say them."""
         texts = some_texts()
@@ -443,6 +448,15 @@ def test_arguments_of_wrong_types(model, tmp_path):
     for arguments in ((model, None, texts, tmp_path), (model.hf_model, None, texts, tmp_path, SMALL)):
         with pytest.raises((InputError, SettingError), match="expected"):
             train_layerskip(*arguments)
+    for arguments, error in (
+        ((model.hf_model, WRITING, tmp_path), InputError),
+        ((model, None, tmp_path), SettingError),
+        ((model, WRITING, None), SettingError),
+    ):
+        with pytest.raises(error, match="expected"):
+            write_texts(*arguments)
+    with pytest.raises(CheckpointError, match="cannot read texts from None"):
+        TrainingTexts.load(None, VOCAB_SIZE)
     with pytest.raises(InputError, match="expected arrays"):
         TrainingTexts([[1, 2]], [[True, True]])
     with pytest.raises(SettingError, match="reads_state"):

@@ -100,8 +100,9 @@ def check_layerskip(
     try:
         model.generation_config.validate(strict=True)
     except ValueError as error:
+        reason = " ".join(str(error).split())
         raise UnsupportedModelError(
-            f"got a generation config that transformers refuses to write: {error} Correct it first."
+            f"got a generation config that transformers refuses to write: {reason} Correct it first."
         ) from error
 
 

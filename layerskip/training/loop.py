@@ -250,6 +250,6 @@ def _save(file: Path, content: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or f"it did not become whole ({error})"
         before = "; the one from before is as it was, to resume from" if file.exists() else ", and begin again"
         raise CheckpointError(f"cannot write the checkpoint {file}: {reason}. Make room{before}.") from error

@@ -185,10 +185,11 @@ def train_layerskip(
     with held_folder(out) as folder:
         refuse_folder(folder, STATE, RESULTS, resume)  # again: now nobody else can come
         # Before the training, so that a disk without room is known in time.
-        with writing(folder, "Make room, or check the path"):
+        with writing(folder / "generation_config.json"):
             (folder / STATE).mkdir(exist_ok=True)
             run.model.generation_config.save_pretrained(folder)
-            if tokenizer is not None:
+        if tokenizer is not None:
+            with writing(folder / "tokenizer_config.json"):
                 tokenizer.save_pretrained(folder)
         return _train(model, run, texts, folder, resume, progress)
 
@@ -213,7 +214,7 @@ def _train(
     merge()
     for weight, given in zip(run.model.parameters(), model.parameters(), strict=True):
         weight.data = weight.data.to(given.dtype)
-    with writing(folder):
+    with writing(folder / "model.safetensors"):
         run.model.save_pretrained(folder)
     made = {
         "made_by": "layerskip.training.recipe", "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

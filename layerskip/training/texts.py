@@ -101,15 +101,15 @@ class TrainingTexts:
             CheckpointError: the file is missing, damaged, or has no tokens.
             InputError: what is in it are no texts, or none of this vocabulary.
         """
-        file = Path(path)
         try:
+            file = Path(path)
             with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 tokens = np.asarray(archive["tokens"])
                 own = np.asarray(archive["assistant"]) if "assistant" in archive else np.ones(tokens.shape, dtype=bool)
         except Exception as error:  # whatever the readers of archives and of arrays make of a damaged file
             reason = " ".join(str(error).split()) or type(error).__name__
             raise CheckpointError(
-                f"cannot read texts from {file}: {reason:.300}. Expected an .npz that save() wrote."
+                f"cannot read texts from {path}: {reason:.300}. Expected an .npz that save() wrote."
             ) from error
         try:
             texts = cls(tokens, own)

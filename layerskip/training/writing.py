@@ -97,6 +97,11 @@ def write_texts(
         InputError: no prompts, or one that cannot be answered within a row; the model writes nothing new.
         CheckpointError: no file can be made in the folder.
     """
+    if not isinstance(model, Model):
+        raise InputError(f"got a model of type {type(model).__name__}; expected what layerskip.load or wrap returned.")
+    if not isinstance(settings, WritingSettings):
+        raise SettingError(f"got settings of type {type(settings).__name__}; expected WritingSettings.")
+    place = folder_path(folder)
     if settings.row_tokens > (most := model.decoder.max_positions):
         raise SettingError(f"got row_tokens={settings.row_tokens}; expected at most the model's {most:,} positions.")
     given = None if prompts is None else _given_ids(model, prompts, settings.row_tokens)
@@ -107,7 +112,7 @@ def write_texts(
         "prompts": _digest(given),
     }
     author = _Author(model, settings, given)
-    with held_folder(folder_path(folder)) as held:
+    with held_folder(place) as held:
         cache = _Cache(held / _CACHE, made_for, author.around, model.decoder.vocab_size)
         author.around = cache.around
         return _packed(cache, author, settings, progress)
@@ -169,6 +174,12 @@ class _Author:
     def __init__(self, model: Model, settings: WritingSettings, prompts: list[_Ids] | None) -> None:
         self._model, self._settings, self._prompts, self._ends = model, settings, prompts, ends_of(model)
         self.around: _Around = ([], []) if prompts is not None else _around_user(model)
+        most, vocab_size = max(map(max, filter(None, self.around)), default=0), model.decoder.vocab_size
+        if most >= vocab_size:
+            raise InputError(
+                f"got a tokenizer that writes token id {most}; expected at most the model's {vocab_size - 1}. Load the "
+                "tokenizer that belongs to the model."
+            )
         room = settings.row_tokens - sum(map(len, self.around))
         if room < 3:
             raise SettingError(f"got row_tokens={settings.row_tokens}; expected {3 - room} more, for the template.")
