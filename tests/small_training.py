@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import layerskip
-from layerskip.training import ExitSettings, RecipeSettings, TrainingTexts, WritingSettings
+from layerskip.training import ExitSettings, RecipeSettings, TrainingTexts, WritingSettings, train_exit
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.toy_tokenizer import character_tokenizer
 
@@ -26,3 +26,20 @@ def wrapped(dtype=torch.float32, **config):
     model = copy.deepcopy(tiny_model("llama", dtype=dtype))
     model.generation_config.update(**config)
     return layerskip.wrap(model, character_tokenizer())
+
+
+def trained_once(model, tmp_path_factory):
+    """A plan for `model`, and its folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    return train_exit(model, some_texts(), folder, SMALL), folder
+
+
+class WrappedLinear(torch.nn.Module):
+    """As an adapter of PEFT stands in a linear's place."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight = inner, inner.weight
+
+    def forward(self, inputs):
+        return 2 * self.inner(inputs)

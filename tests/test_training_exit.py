@@ -20,6 +20,7 @@ from layerskip.training.exit import _Run
 from layerskip.training.folder import CHECKPOINT
 from layerskip.training.loop import Schedule
 from layerskip.training.teacher import Teacher
+from tests.small_training import WrappedLinear
 from tests.tiny_models import tiny_model
 
 SMALL = ExitSettings(
@@ -265,22 +266,11 @@ def test_a_loss_that_is_no_number_ends_it(texts, tmp_path):
     assert not (tmp_path / CHECKPOINT).exists()
 
 
-class Wrapped(torch.nn.Module):
-    """As an adapter of PEFT stands in a linear's place."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.weight = inner, inner.weight
-
-    def forward(self, inputs):
-        return 2 * self.inner(inputs)
-
-
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.3.mlp.up_proj"])
 def test_models_that_are_refused(texts, tmp_path, name):
     hf_model = copy.deepcopy(tiny_model("llama", dtype=torch.float32))
     parent, _, own = name.rpartition(".")
-    setattr(hf_model.get_submodule(parent), own, Wrapped(hf_model.get_submodule(name)))
+    setattr(hf_model.get_submodule(parent), own, WrappedLinear(hf_model.get_submodule(name)))
     with pytest.raises(UnsupportedModelError, match="plain"):
         train_exit(layerskip.wrap(hf_model), texts, tmp_path, SMALL)
 

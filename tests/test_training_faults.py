@@ -23,7 +23,7 @@ from layerskip.training.folder import held_folder
 from layerskip.training.loop import thinned
 from layerskip.training.writing import ends_of
 from tests.checkpoints import save_tiny
-from tests.small_training import RECIPE, SMALL, WRITING, some_texts, wrapped
+from tests.small_training import RECIPE, SMALL, WRITING, WrappedLinear, some_texts, trained_once, wrapped
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 
@@ -34,8 +34,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    return train_exit(model, some_texts(), folder, SMALL), folder
+    return trained_once(model, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -179,24 +178,13 @@ def test_blocks_to_begin_with_are_refused_before_texts_are_written(command, trai
     assert "cannot read the adapter" in command("--out", "draft", "--begin-with", "plan.json")
 
 
-class Wrapped(torch.nn.Module):
-    """As an adapter of PEFT stands in a linear's place."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.weight = inner, inner.weight
-
-    def forward(self, inputs):
-        return 2 * self.inner(inputs)
-
-
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.1.mlp.up_proj"])
 @pytest.mark.parametrize("how", ["wrapped", "hooked"])
 def test_the_recipe_refuses_linears_that_are_none(tmp_path, name, how):
     hf_model = copy.deepcopy(tiny_model("llama", dtype=torch.float32))
     parent, _, own = name.rpartition(".")
     if how == "wrapped":
-        setattr(hf_model.get_submodule(parent), own, Wrapped(hf_model.get_submodule(name)))
+        setattr(hf_model.get_submodule(parent), own, WrappedLinear(hf_model.get_submodule(name)))
     else:
         hf_model.get_submodule(name).register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(UnsupportedModelError, match="plain"):

@@ -23,7 +23,7 @@ from layerskip.training import (
 from layerskip.training import exit as exit_module
 from layerskip.training.folder import CHECKPOINT
 from layerskip.training.loop import _save
-from tests.small_training import RECIPE, SMALL, WRITING, some_texts, wrapped
+from tests.small_training import RECIPE, SMALL, WRITING, some_texts, trained_once, wrapped
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.toy_tokenizer import byte_tokenizer
 
@@ -35,8 +35,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    return train_exit(model, some_texts(), folder, SMALL), folder
+    return trained_once(model, tmp_path_factory)
 
 
 class TestTexts:
