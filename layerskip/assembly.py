@@ -167,5 +167,9 @@ def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int
     if request.governor == "off" or not sources:
         return Always(sources)
     ratios = {name: each.cost_ratio for name, each in planned.items()}
-    costs = FixedCosts(request.cost_ratios, ratios) if request.governor == "fixed" else MeasuredCosts(ratios)
+    costs = (
+        FixedCosts(request.cost_ratios, ratios)
+        if request.governor == "fixed"
+        else MeasuredCosts(ratios, len(request.prompts))
+    )
     return WorthIt(sources, costs, len(request.prompts))

@@ -5,6 +5,7 @@
 3. Accept: which drafts stand, and the token after them (`rules.py`, `verify.py`).
 4. Commit: token by token, asking the stop conditions about each; what is not committed is forgotten by not being
    counted, in the tokens and in the cache alike.
+5. Rows that have ended are let go of, where nothing depends on how many there are.
 
 Plain decoding is a round in which nothing is drafted. The engine knows nothing of how drafts are made, of text, or of
 where a model came from; it changes nothing but its own `DecodeState`.
@@ -12,6 +13,7 @@ where a model came from; it changes nothing but its own `DecodeState`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from layerskip.models.decoder import Decoder
 from layerskip.models.span import Span
 from layerskip.reading import read
 from layerskip.scores import Said
-from layerskip.state import DecodeState
+from layerskip.state import DecodeState, remaining_rows
 from layerskip.static_rounds import StaticRounds
 from layerskip.stats import DecodeStats
 from layerskip.stopping import FinishReason, RowStopping
@@ -156,6 +158,7 @@ class Engine:
         self.stats.new_tokens += len(commits)
         self._end_round()
         self.stats.prefill_s += sum(watch.laps())
+        self._let_go()
         return commits
 
     def _decode_round(self) -> list[Commit]:
@@ -189,7 +192,21 @@ class Engine:
         self.governor.learn(decision, drafts, accepted)
         self._record(drafts, accepted, commits)
         self._record_times(drafts, width, watch.laps(), recorded)
+        self._let_go()
         return commits
+
+    def _let_go(self) -> None:
+        """Compute rows that have ended no more, nor hold them.
+
+        But for the last ones: what they leave behind is a session's. And not where rounds were recorded with so many
+        rows, or where `pass_width` is to keep every bit: a pass over fewer rows may round otherwise.
+        """
+        rows = remaining_rows(self.state.active)
+        if not 0 < len(rows) < self.state.batch or self.static is not None or self.pass_width is not None:
+            return
+        for each in (self.state, self.context.sampler, self.context.rule, self.governor):
+            each.keep_rows(rows)
+        self.stopping = [self.stopping[row] for row in rows]
 
     def _draft(self, decision: Decision, watch: Stopwatch) -> dict[str, Draft]:
         """The drafts of those drafters that are to draft, with a mark behind each."""
@@ -225,14 +242,12 @@ class Engine:
 
     def _record(self, drafts: Mapping[str, Draft], accepted: list[int | None], commits: list[Commit]) -> None:
         """Count the round, row by row."""
-        kept = [0] * self.state.batch
-        for commit in commits:
-            kept[commit.row] += 1
+        kept = Counter(commit.row for commit in commits)
         for row, stood in enumerate(accepted):
             if stood is not None:
                 source = next((name for name, draft in drafts.items() if draft.num_drafted[row]), "none")
                 proposed = drafts[source].num_drafted[row] if source in drafts else 0
-                self.stats.record_round(proposed, stood, kept[row], source)
+                self.stats.record_round(proposed, stood, kept[self.state.numbers[row]], source)
 
     def _verify(self, draft: Draft) -> Tensor:
         """Target logits (batch, drafts + 1, vocab) behind the newest token and each draft.
@@ -298,14 +313,15 @@ class Engine:
             # Only now: behind a stop there may well be no token, and plain decoding would never have asked for one.
             if index >= chosen.num_valid:
                 raise DecodingError(
-                    f"got no next token in row {row} after {state.lengths[row]} tokens: the model's logits are NaN or "
-                    "infinite, or the processors banned every token. Load the model in float32 or bfloat16 (float16 "
-                    "overflows in some models), or loosen bad_words_ids, suppress_tokens or your own processors."
+                    f"got no next token in row {state.numbers[row]} after {state.lengths[row]} tokens: the model's "
+                    "logits are NaN or infinite, or the processors banned every token. Load the model in float32 or "
+                    "bfloat16 (float16 overflows in some models), or loosen bad_words_ids, suppress_tokens or your own "
+                    "processors."
                 )
             state.lengths[row] += 1
             state.texts[row].append(token_id)
             reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]], token_id)
-            commits.append(Commit(row, token_id, index < chosen.accepted, reason, said.at(row, index)))
+            commits.append(Commit(state.numbers[row], token_id, index < chosen.accepted, reason, said.at(row, index)))
             if reason is not None:
                 state.active[row] = False
                 break

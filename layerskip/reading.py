@@ -26,6 +26,12 @@ class Reading:
     held: list[int]
     cache: KVCache | None = None
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forget all but `rows` (see `DecodeState.keep_rows`)."""
+        self.held = [self.held[row] for row in rows]
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+
 
 def read(
     run: Callable[[Sequence[int], int], Tensor], starts: Sequence[int], ends: Sequence[int], most: int | None = None

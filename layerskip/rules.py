@@ -7,6 +7,7 @@ from is here, the tests that they apply are in `verify.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -48,6 +49,10 @@ class AcceptanceRule(Protocol):
         """Use the seeds of `other`, of the same kind, in the memory of the old ones, where recorded programs look."""
         ...
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forget all but `rows`, which are in this order from now on."""
+        ...
+
     def draw(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -71,6 +76,9 @@ class Greedy:
     def reseed(self, other: AcceptanceRule) -> None:
         """Nothing."""
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Nothing."""
+
     def draw(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -86,7 +94,7 @@ class Greedy:
         return Acceptance(*accepted, _leading_valid(valid))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Maximal:
     """Rejection sampling. Noise is never used twice: it is keyed by the round as well as the position.
 
@@ -100,6 +108,10 @@ class Maximal:
         """See `AcceptanceRule.reseed`."""
         assert isinstance(other, type(self))
         self.seeds.copy_(other.seeds)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """See `AcceptanceRule.keep_rows`."""
+        self.seeds = self.seeds[list(rows)]
 
     def draw(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None
@@ -118,7 +130,7 @@ class Maximal:
         return Acceptance(accepted, next_token, _leading_valid(valid))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Invariant:
     """Drafts and target draw with the same noise, keyed by seed and position only."""
 
@@ -128,6 +140,10 @@ class Invariant:
         """See `AcceptanceRule.reseed`."""
         assert isinstance(other, type(self))
         self.seeds.copy_(other.seeds)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """See `AcceptanceRule.keep_rows`."""
+        self.seeds = self.seeds[list(rows)]
 
     def draw(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, ids: Tensor | None = None

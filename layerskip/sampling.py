@@ -63,8 +63,15 @@ class Sampler:
 
     def __init__(self, processors: Sequence[LogitsProcessorList], do_sample: bool) -> None:
         """`processors` has one list a row: some of transformers' processors are made for a prompt length."""
-        self.processors = tuple(processors)
         self.do_sample = do_sample
+        self._take(processors)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forget all but `rows`, which are in this order from now on."""
+        self._take([self.processors[row] for row in rows])
+
+    def _take(self, processors: Sequence[LogitsProcessorList]) -> None:
+        self.processors = tuple(processors)
         self.is_bare = not any(self.processors)
         self.prefix_free = all(type(each) in _PREFIX_FREE for row in self.processors for each in row)
         self._shared = all(row is self.processors[0] for row in self.processors)

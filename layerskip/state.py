@@ -15,11 +15,23 @@ from torch import Tensor
 from layerskip.models.cache import KVCache
 from layerskip.reading import Reading
 
-__all__ = ["DecodeState"]
+__all__ = ["DecodeState", "remaining_rows"]
+
+
+def remaining_rows(active: Sequence[bool]) -> list[int]:
+    """Rows that are active, in places without a gap, as few as can be in another than their own.
+
+    The last ones take the places of those that have ended.
+    """
+    count = sum(active)
+    last = (row for row in range(count, len(active)) if active[row])
+    return [row if active[row] else next(last) for row in range(count)]
 
 
 class DecodeState:
     """Tokens and cache of one call.
+
+    Rows that have ended may be let go of (`keep_rows`); then `batch` is what is left of them.
 
     Attributes:
         token_ids: (batch, capacity), int64, on the model's device.
@@ -32,6 +44,7 @@ class DecodeState:
             prompts already.
         readings: how far others have read the texts, by who they are.
         round_tensor: rounds begun, for noise that must not repeat: (), int64.
+        numbers: which of the call's rows each is.
     """
 
     def __init__(
@@ -74,8 +87,21 @@ class DecodeState:
         self.limits = list(limits)
         self.active = [True] * len(prompts)
         self.readings = dict(readings)
+        self.numbers = list(range(len(prompts)))
         self.round_tensor.zero_()
         self.upload_lengths()
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Hold only `rows` from now on, in this order (see `KVCache.keep_rows`)."""
+        self.cache.keep_rows(rows)
+        for reading in self.readings.values():
+            reading.keep_rows(rows)
+        chosen = torch.tensor(rows, device=self.token_ids.device)
+        self.token_ids, self.lengths_tensor = self.token_ids[chosen], self.lengths_tensor[chosen]
+        self.rows = self.rows[: len(rows)]
+        self.lengths, self.limits = [self.lengths[row] for row in rows], [self.limits[row] for row in rows]
+        self.texts, self.numbers = [self.texts[row] for row in rows], [self.numbers[row] for row in rows]
+        self.active = [self.active[row] for row in rows]
 
     def upload_lengths(self) -> None:
         """Tell the device what was committed."""

@@ -67,8 +67,7 @@ class KVCache:
         except RuntimeError as error:  # torch's out of memory, on CPU and CUDA
             numbers = 2 * len(devices) * kv_heads * head_dim + sum(size for size, _ in (kept_states or {}).values())
             raise _no_memory(batch, capacity, numbers * dtype.itemsize) from error
-        self.keys = [entries[:, :kv_heads] for entries in self._entries]
-        self.values = [entries[:, kv_heads:] for entries in self._entries]
+        self._halve(kv_heads)
         self.capacity = capacity
         self.lengths = [0] * batch
         # How far each block's entries are those of the full model: (blocks, batch). See check().
@@ -111,10 +110,31 @@ class KVCache:
                 self.states[behind][:, :longest] = states[:, :longest]
         except RuntimeError as error:
             raise _no_memory(len(self.lengths), capacity, a_position) from error
-        kv_heads = self.keys[0].shape[1]
+        self._halve(self.keys[0].shape[1])
+        self.capacity = capacity
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Hold only `rows` from now on, in this order. Those that have another place than before are copied there.
+
+        Memory is not given back: another of its size would be needed meanwhile.
+
+        Args:
+            rows: each at the place of one that is not kept, or at its own, as `remaining_rows` puts them.
+        """
+        for place, row in enumerate(rows):
+            if place != row:
+                for held in (*self._entries, *self.states.values()):
+                    held[place] = held[row]
+        count = len(rows)
+        self._entries = [entries[:count] for entries in self._entries]
+        self.states = {behind: states[:count] for behind, states in self.states.items()}
+        self._halve(self.keys[0].shape[1])
+        self.lengths = [self.lengths[row] for row in rows]
+        self._exact = self._exact[:, list(rows)]
+
+    def _halve(self, kv_heads: int) -> None:
         self.keys = [entries[:, :kv_heads] for entries in self._entries]
         self.values = [entries[:, kv_heads:] for entries in self._entries]
-        self.capacity = capacity
 
     def copied(self, capacity: int) -> KVCache:
         """All that is committed in a cache of its own, for `capacity` positions; errors as in `resize`."""

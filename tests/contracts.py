@@ -59,8 +59,9 @@ class DrafterContract:
         )
 
     def propose(self, engine: Engine, limits: list[int]) -> Draft:
-        """The first draft behind the prompts' first tokens."""
+        """The first draft behind the prompts' first tokens, of the rows that have not ended with these."""
         engine.read_prompts()
+        limits = [limits[number] for number in engine.state.numbers]
         with torch.inference_mode():
             return drafter_of(engine).propose(engine.state, limits)
 
@@ -145,9 +146,8 @@ class DrafterContract:
         draft = self.propose(self.engine(), [4, 4, 4])
         eos = int(draft.tokens[0, 1])
         stopped = self.propose(self.engine(eos_token_id=(eos,)), [4, 4, 4])
-        for row in range(3):
-            drafted = stopped.tokens[row, : stopped.num_drafted[row]].tolist()
-            assert eos not in drafted[:-1]
+        for row, count in enumerate(stopped.num_drafted):
+            assert eos not in stopped.tokens[row, : count - 1].tolist()
 
     def test_an_eos_ends_the_row(self):
         for eos in {row[5] for row in self.own_rows()}:

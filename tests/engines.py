@@ -33,9 +33,13 @@ def make_engine(
     tokenizer=None,
     governor: str = "off",
     adapter: Adapter | None = None,
+    pass_width: int | None = None,
     **settings,
 ) -> Engine:
-    """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are."""
+    """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are.
+
+    With a `pass_width` rows that have ended are kept to the end.
+    """
     request = Request(
         prompts=[list(each) for each in prompts],
         settings=DecodingSettings(**settings),
@@ -45,6 +49,7 @@ def make_engine(
         caller_processors=LogitsProcessorList(processors),
         caller_criteria=StoppingCriteriaList(),
         governor=governor,
+        pass_width=pass_width,
     )
     decoder = Decoder(model)
     planned = {}
@@ -98,7 +103,10 @@ class ScriptedDrafter:
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         count = max(limits)
         tokens = torch.tensor(
-            [[self.script(row, length + i) for i in range(count)] for row, length in enumerate(state.lengths)]
+            [
+                [self.script(number, length + i) for i in range(count)]
+                for number, length in zip(state.numbers, state.lengths, strict=True)
+            ]
         )
         for offset in range(count):
             state.token_ids[state.rows, state.indices(offset)] = tokens[:, offset]

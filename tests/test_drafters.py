@@ -180,7 +180,9 @@ def test_a_draft_model_that_has_rested_reads_no_row_past_the_cache(rest):
     """It catches up in one pass as wide as its longest lag, which a row at its end has no room for."""
     target, draft = agreeing_model("llama"), tiny_model("llama", seed=1)
     prompts, ends = [prompt(30)[0].tolist(), PROMPTS[1]], {"max_new_tokens": None, "max_length": 36}
-    engine = make_engine(target, prompts, lambda _, context: ModelDrafter(Decoder(draft), context), **ends)
+    engine = make_engine(
+        target, prompts, lambda _, context: ModelDrafter(Decoder(draft), context), pass_width=5, **ends
+    )
     engine.governor = Resting(engine.governor.sources, rest)
     assert run_checked(engine) == run_checked(make_engine(target, prompts, None, **ends))
     assert engine.governor.left == 0
@@ -212,7 +214,7 @@ class TestModelDrafterCache:
 
     def test_its_entries_are_those_of_a_fresh_pass(self):
         """Catches entries of rejected drafts that survive a rollback: drafts would slowly get worse, output not."""
-        engine = self.engine()
+        engine = self.engine(pass_width=5)
         rows = run_checked(engine)
         decoder, cache = drafter_of(engine).decoder, drafter_of(engine).cache
         for row, tokens in enumerate(rows):

@@ -35,16 +35,16 @@ class LookupDrafter:
 
     def begin(self, state: DecodeState) -> None:
         """Read the prompts."""
-        self._texts = [SuffixAutomaton() for _ in range(state.batch)]
+        self._texts = [SuffixAutomaton() for _ in state.numbers]  # of all the call's rows
         self._read(state)
 
     def outlook(self, state: DecodeState) -> Sequence[int | None]:
         """The length of the match, which says much about the draft."""
-        return [min(text.match.length, len(LOOKUP_PRIORS) - 1) or None for text in self._texts]
+        return [min(text.match.length, len(LOOKUP_PRIORS) - 1) or None for text in self._running(state)]
 
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """See `Drafter.propose`; the tokens are all there at once, so `goes_on` is not asked."""
-        drafts = [self._draft(text, limit) for text, limit in zip(self._texts, limits, strict=True)]
+        drafts = [self._draft(text, limit) for text, limit in zip(self._running(state), limits, strict=True)]
         counts = [len(draft) for draft in drafts]
         tokens = torch.tensor([draft + [0] * (max(counts) - len(draft)) for draft in drafts], dtype=torch.int64)
         tokens = tokens.view(state.batch, -1).to(state.token_ids.device)
@@ -58,8 +58,11 @@ class LookupDrafter:
         self._read(state)
 
     def _read(self, state: DecodeState) -> None:
-        for own, text in zip(self._texts, state.texts, strict=True):
+        for own, text in zip(self._running(state), state.texts, strict=True):
             own.extend(text[len(own) :])
+
+    def _running(self, state: DecodeState) -> list[SuffixAutomaton]:
+        return [self._texts[number] for number in state.numbers]
 
     def _draft(self, text: SuffixAutomaton, limit: int) -> list[int]:
         """At most `limit` tokens, none behind an end of text."""

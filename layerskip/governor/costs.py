@@ -66,6 +66,10 @@ class Costs(Protocol):
         """Learn what drafting took."""
         ...
 
+    def note_rows(self, rows: int) -> None:
+        """Learn that so many rows are left."""
+        ...
+
     def lacks_plain(self) -> bool:
         """Whether a plain step should be taken only to know its cost."""
         ...
@@ -97,6 +101,9 @@ class FixedCosts:
     def note_draft(self, source: str, steps: int, seconds: float) -> None:
         """Nothing."""
 
+    def note_rows(self, rows: int) -> None:
+        """Nothing."""
+
     def lacks_plain(self) -> bool:
         """Never."""
         return False
@@ -111,12 +118,22 @@ class MeasuredCosts:
     """Measured as it goes, in seconds.
 
     What a plain step takes (`scale`) moves with the machine and the text's length, and is judged by every round; what
-    wider passes and drafts cost in plain steps hardly moves, and is remembered.
+    wider passes and drafts cost in plain steps hardly moves, and is remembered. It does move with the number of rows:
+    where many are computed at once a wider pass costs by its tokens, where few are left it costs next to nothing.
     """
 
-    def __init__(self, draft_ratios: Mapping[str, float]) -> None:
-        """`draft_ratios`: what a draft step costs in plain steps, until it is measured."""
+    def __init__(self, draft_ratios: Mapping[str, float], rows: int = 1) -> None:
+        """See the class.
+
+        Args:
+            draft_ratios: what a draft step costs in plain steps, until it is measured.
+            rows: that are decoded at once.
+        """
         self._draft_ratios = draft_ratios
+        self._measured_rows = rows
+        self._forget()
+
+    def _forget(self) -> None:
         self._scales: deque[float] = deque(maxlen=_WINDOW)
         self._scale = 1.0  # of a plain step; before anything is measured everything is in plain steps
         self._ratios: dict[int | str, deque[float]] = {}  # by width of a pass, or source of a draft
@@ -146,6 +163,12 @@ class MeasuredCosts:
         """See `Costs.note_draft`; a source without cost is not timed."""
         if self._draft_ratios[source] > 0 and self._scales:
             self._ratios.setdefault(source, deque(maxlen=_WINDOW)).append(seconds / steps / self._scale)
+
+    def note_rows(self, rows: int) -> None:
+        """See `Costs.note_rows`: what was measured with twice as many is not remembered."""
+        if 2 * rows <= self._measured_rows:
+            self._measured_rows = rows
+            self._forget()
 
     def lacks_plain(self) -> bool:
         """When it was not measured in the first rounds, or not for long: without it no loss can be noticed."""

@@ -81,6 +81,10 @@ class Governor(Protocol):
         """Steps and seconds of each drafter, and the seconds of all that followed, over `width` tokens."""
         ...
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forget all but `rows`, which are in this order from now on."""
+        ...
+
     def to_dict(self) -> dict[str, Any]:
         """What it knows, for statistics."""
         ...
@@ -110,6 +114,9 @@ class Always:
         """Nothing."""
 
     def note_times(self, draft_s: Mapping[str, tuple[int, float]], width: int, verify_s: float) -> None:
+        """Nothing."""
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Nothing."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,6 +188,11 @@ class WorthIt:
         for name, (steps, seconds) in draft_s.items():
             if steps:
                 self.costs.note_draft(name, steps, seconds)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """See `Governor.keep_rows`."""
+        self._records = {name: [records[row] for row in rows] for name, records in self._records.items()}
+        self.costs.note_rows(len(rows))
 
     def to_dict(self) -> dict[str, Any]:
         """See `Governor.to_dict`."""
