@@ -199,10 +199,12 @@ class Engine:
         """Compute rows that have ended no more, nor hold them.
 
         But for the last ones: what they leave behind is a session's. And not where rounds were recorded with so many
-        rows, or where `pass_width` is to keep every bit: a pass over fewer rows may round otherwise.
+        rows, or where `pass_width` is to keep every bit: a pass over fewer rows may round otherwise. Nor where modules
+        have hooks, which may know a row by its place (PEFT's `adapter_names`: a LoRA for each).
         """
         rows = remaining_rows(self.state.active)
-        if not 0 < len(rows) < self.state.batch or self.static is not None or self.pass_width is not None:
+        is_promised = self.static is not None or self.pass_width is not None or self.decoder.is_watched
+        if is_promised or not 0 < len(rows) < self.state.batch:
             return
         for each in (self.state, self.context.sampler, self.context.rule, self.governor):
             each.keep_rows(rows)

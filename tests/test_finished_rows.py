@@ -1,5 +1,6 @@
 """Rows that have ended are let go of: they cost nothing more, and those that go on do not notice."""
 
+import copy
 import itertools
 
 import pytest
@@ -126,6 +127,28 @@ def test_rows_are_kept_where_shapes_are_promised(plans, own_answers, rows_run, o
     result = model.generate(MANY, **always(plans["exit"]), **options, max_new_tokens=LONGEST, eos_token_id=ENDS)
     assert result.new_token_ids == own_answers
     assert set(rows_run) == {64}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_hook_finds_each_row_in_its_place(plans, plan):
+    """As PEFT's `adapter_names` need it, a LoRA for each row: rows that are hooked stay where they are."""
+    model, rows = copy.deepcopy(agreeing_model("llama")), MANY[:9]
+    factors = torch.linspace(0.6, 1.4, len(rows), dtype=torch.float64)
+
+    def own_answer(factor, prompt_ids):
+        hook = model.model.layers[2].mlp.down_proj.register_forward_hook(lambda module, args, output: output * factor)
+        answer = transformers_greedy(model, torch.tensor([prompt_ids]), max_new_tokens=LONGEST, eos_token_id=ENDS)
+        hook.remove()
+        return answer[0, len(prompt_ids) :].tolist()
+
+    own = list(map(own_answer, factors, rows))
+    model.model.layers[2].mlp.down_proj.register_forward_hook(
+        lambda module, args, output: output * factors.view(-1, *[1] * (output.dim() - 1))
+    )
+    result = layerskip.wrap(model).generate(
+        rows, **always(plans[plan]), max_new_tokens=LONGEST, eos_token_id=ENDS
+    )  # fmt: skip
+    assert result.new_token_ids == own and len(set(map(len, own))) > 2
 
 
 def test_a_processor_of_the_callers_sees_each_rows_own_text():
