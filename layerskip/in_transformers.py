@@ -144,7 +144,7 @@ def custom_generate(
     if request.plan is not None:
         request.plan.check(wrapped.identity)
     lengths = [len(prompt) for prompt in request.prompts]
-    views = RowViews(input_ids, lengths, generation_config.num_return_sequences or 1)
+    views = RowViews(input_ids.split(1), lengths)
     if views.are_needed([*processors, *criteria]):
         request = replace(request, row_view=views)
     result = wrapped.decode(request, streamer)

@@ -18,6 +18,7 @@ from layerskip.errors import InputError, SettingError, did_you_mean
 from layerskip.governor.costs import CostRatios
 from layerskip.noise import wrap_seed
 from layerskip.plan import DraftPlan
+from layerskip.row_views import RowViews
 from layerskip.settings import DecodingSettings, resolve_settings
 from layerskip.text import encode
 
@@ -39,6 +40,8 @@ class CallOptions(TypedDict, total=False):
     cost_ratios: a `layerskip.CostRatios`, for the governor "fixed".
     logits_processor: must be functions of (input_ids, scores). They are asked about drafted prefixes too, in rising
         order and more than once; one that keeps a state of its own per call would see tokens that are rejected later.
+        Of a batch they are asked row by row, or about some rows at once; those of transformers that hold something for
+        each row see every row in its place.
     seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's global generator. Under
         "maximal" the text of a seed depends on what is drafted, and with the governor "measured" that depends on
         clocks: for texts that repeat use "invariant", or another governor.
@@ -202,20 +205,23 @@ def make_request(
     _check_ids(settings, vocab_size)
     _check_prompts(prompts, settings, vocab_size, max_positions)
     prompts = [prompt for prompt in prompts for _ in range(copies)]
+    own_processors, own_criteria = _listed("logits_processor", processors), _listed("stopping_criteria", criteria)
+    views = RowViews([torch.tensor([prompt]) for prompt in prompts], list(map(len, prompts)))
     return Request(
         prompts=prompts,
         settings=settings,
         plan=plan,
         acceptance_rule="maximal" if acceptance_rule is None else acceptance_rule,
         seeds=_row_seeds(seed, len(prompts)),
-        caller_processors=LogitsProcessorList(_listed("logits_processor", processors)),
-        caller_criteria=StoppingCriteriaList(_listed("stopping_criteria", criteria)),
+        caller_processors=LogitsProcessorList(own_processors),
+        caller_criteria=StoppingCriteriaList(own_criteria),
         governor=governor or "measured",
         cost_ratios=cost_ratios or CostRatios(),
         pass_width=pass_width,
         cuda_graphs=cuda_graphs,
         compile=bool(compiled),
         given_prompts=_as_given(inputs, copies),
+        row_view=views if views.are_needed([*own_processors, *own_criteria]) else None,
     )
 
 

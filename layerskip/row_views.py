@@ -1,7 +1,8 @@
-"""What one row of a padded batch asks in place of a processor or criterion that transformers made for the whole batch.
+"""What one row asks in place of a processor or criterion that was made for a whole batch.
 
-Here every row is decoded at its own positions, without padding, and asks by itself. Such an object was made for
-something else: it counts padding, and may hold something for each row. The views show it what it expects.
+Here every row is decoded at its own positions, without padding, asks by itself, and may have another place in the
+batch than at first. Such an object was made for something else: that of transformers' generate counts padding, and some
+hold something for each row. The views show it what it expects.
 
 Shapes: token ids (1, length), scores (1, vocab).
 """
@@ -34,19 +35,18 @@ _OF_A_BATCH = (
 class RowViews:
     """Makes the views of one call."""
 
-    def __init__(self, prompts: Tensor, lengths: Sequence[int], copies: int) -> None:
+    def __init__(self, prompts: Sequence[Tensor], lengths: Sequence[int]) -> None:
         """See `Request.row_view`.
 
         Args:
-            prompts: (batch, padded length), int64, as transformers has them.
+            prompts: (1, length) each, int64, as such an object is to see them, padding included.
             lengths: of the same without padding.
-            copies: rows made of each of the caller's prompts (`num_return_sequences`).
         """
-        self._prompts, self._lengths, self._copies = prompts, lengths, copies
+        self._prompts, self._lengths = prompts, lengths
 
     def are_needed(self, guests: Iterable[Any]) -> bool:
         """Whether a row that asks one of `guests` directly would get another answer."""
-        is_padded = any(length < self._prompts.shape[1] for length in self._lengths)
+        is_padded = any(length < prompt.shape[1] for length, prompt in zip(self._lengths, self._prompts, strict=True))
         return any(
             is_padded or (len(self._lengths) > 1 and isinstance(each, (PrefixConstrainedLogitsProcessor, *_OF_A_BATCH)))
             for each in guests
@@ -56,10 +56,10 @@ class RowViews:
         """What `row` asks in place of `guest`, which is called with (token ids, scores)."""
         if isinstance(guest, PrefixConstrainedLogitsProcessor):
             allowed: Any = guest._prefix_allowed_tokens_fn
-            number = row // self._copies
+            number = row // guest._num_beams  # rows that are made of one prompt
             guest = PrefixConstrainedLogitsProcessor(lambda _, token_ids: allowed(number, token_ids), 1)
         rows = len(self._lengths) if isinstance(guest, _OF_A_BATCH) else 1
-        return _View(guest, self._prompts[row : row + 1], self._lengths[row], row, rows)
+        return _View(guest, self._prompts[row], self._lengths[row], row, rows)
 
 
 class _View(LogitsProcessor):

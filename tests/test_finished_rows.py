@@ -5,7 +5,12 @@ import itertools
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 import layerskip
 from layerskip import DraftPlan
@@ -167,6 +172,32 @@ def test_a_processor_of_the_callers_sees_each_rows_own_text():
     committed = {text[:length] for text, row in zip(texts, MANY, strict=False) for length in range(len(row), len(text))}
     assert committed <= set(seen)
     assert not {texts[row] for row, why in enumerate(result.finish_reasons) if why == "eos"} & set(seen)
+
+
+@pytest.mark.parametrize("rows", [MANY[:6], [row[:3] for row in MANY[:6]]], ids=["ragged", "equal"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PrefixConstrainedLogitsProcessor(lambda number, text: [3 + number, 30 + 5 * number, 7 + number], 1),
+        lambda: PrefixConstrainedLogitsProcessor(lambda number, text: [3 + number, 30 + 5 * number, 7 + number], 2),
+        lambda: EncoderRepetitionPenaltyLogitsProcessor(0.3, torch.stack([prompt(4, seed=row)[0] for row in range(6)])),
+        lambda: RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.arange(6)),
+    ],
+    ids=["a function of the row", "of the prompt", "encoder", "ignored lengths"],
+)
+def test_transformers_processors_that_hold_something_for_each_row(plans, rows, make):
+    """They look rows up by their place: that of the batch as it was given, whoever has left it."""
+    model, own = agreeing_model("llama"), []
+    options = {"max_new_tokens": 9, "eos_token_id": ENDS}
+    for row, prompt_ids in enumerate(rows):  # in its place among its like, so that nothing is padded
+        ids = torch.tensor([prompt_ids] * len(rows))
+        answers = transformers_greedy(model, ids, logits_processor=[make()], **options)
+        own.append(answers[row, len(prompt_ids) :].tolist())
+    for plan in ("plain", "exit", "lookup"):
+        result = layerskip.wrap(model).generate(rows, **always(plans[plan]), **options, logits_processor=[make()])
+        assert [
+            row + [0] * (len(whole) - len(row)) for row, whole in zip(result.new_token_ids, own, strict=True)
+        ] == own
 
 
 def test_the_cache_holds_what_is_left_after_every_round():
