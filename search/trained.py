@@ -31,7 +31,7 @@ class TrainedPath:
 
     Attributes:
         name: digest of its adapter.
-        exit_layer, num_blocks, reads_state: see `AdapterSpec`.
+        exit_layer, num_blocks, reads_state, further_states: see `AdapterSpec`.
         vocabulary_size: number of ids that it was trained to score, less than all; None: all.
         vocabulary: digest of these ids.
     """
@@ -42,6 +42,11 @@ class TrainedPath:
     reads_state: bool = True
     vocabulary_size: int | None = None
     vocabulary: str | None = None
+    further_states: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """A tuple, also where it comes from JSON."""
+        object.__setattr__(self, "further_states", tuple(self.further_states))
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,7 @@ def _read(model: Model, plan: DraftPlan) -> Trained:
         spec.reads_state,
         None if ids is None else len(ids),
         None if ids is None else hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:_DIGITS],
+        spec.further_states,
     )
     return Trained(path, replace(plan, draft_vocabulary=ids), adapter)
 

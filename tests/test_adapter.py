@@ -24,6 +24,7 @@ SPECS = {
     "two blocks": AdapterSpec(0, 2),
     "exit and state": AdapterSpec(2),
     "exit alone": AdapterSpec(1, 1, reads_state=False),
+    "jump from three states": AdapterSpec(0, further_states=(1, 2)),
 }
 
 
