@@ -87,7 +87,7 @@ def _spec(described: dict[str, str], file: Path) -> AdapterSpec:
         )
     try:
         fields: dict[str, Any] = json.loads(described["adapter"])
-        further = tuple(fields.get("further_states", ()))  # files from before there were any
+        further = tuple(fields["further_states"] if "further_states" in fields else ())  # older files have none
         spec = AdapterSpec(fields["exit_layer"], fields["num_blocks"], fields["reads_state"], further)
         kinds = [type(each) for each in (spec.exit_layer, spec.num_blocks, spec.reads_state, *further)]
         if kinds != [int, int, bool, *[int] * len(further)]:

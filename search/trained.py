@@ -48,6 +48,10 @@ class TrainedPath:
         """A tuple, also where it comes from JSON."""
         object.__setattr__(self, "further_states", tuple(self.further_states))
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "further_states": list(self.further_states)}
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -78,7 +82,7 @@ class Trained:
         """What a plan that was found says of it: which path, and the run that trained it."""
         kept = self.plan.provenance.get("trained")  # a plan that an earlier search has found
         training = kept.get("training", {}) if isinstance(kept, Mapping) else self.plan.provenance
-        return {**asdict(self.path), "training": {name: each for name, each in training.items() if name != "curve"}}
+        return {**self.path.to_dict(), "training": {name: each for name, each in training.items() if name != "curve"}}
 
 
 def load_trained(model: Model, plans: Sequence[DraftPlan | str | os.PathLike[str]]) -> dict[str, Trained]:
