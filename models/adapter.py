@@ -4,11 +4,13 @@ One description for three ways to draft (`AdapterSpec`): an exit whose last bloc
 2024), an exit that also reads the model's final state one position before, and a path that reads that state and the
 token's embedding only (EAGLE, Li et al. 2024; cross-layer jump drafting). What enters the blocks at position `p` is
 
-    entry_p + fuse([norm(entry_p), norm(state_{p-1})])
+    entry_p + fuse([norm(entry_p), norm(state_{p-1})]) + recall([norm(further_{p-1}), …])
 
 where `entry` is the hidden state behind the exit (behind no block at all: the embedding) and `state` the model's own
 state behind its last block, or, where the model has not been yet, what the adapter put in its place: its own output one
-position before. Then come the blocks, a norm, and the model's head. The model itself is not changed.
+position before. Where the model has been, its states behind `further` blocks may be read too: the last one knows the
+token that comes next, those before it more of what comes later (EAGLE-3, Li et al. 2025). Then come the blocks, a norm,
+and the model's head. The model itself is not changed.
 
 The blocks are layers of the model's own class, with keys and values of their own in the cache.
 """
@@ -47,12 +49,14 @@ class AdapterSpec:
     Attributes:
         exit_layer: blocks of the model that run before it; 0: none, it begins at the embedding.
         num_blocks: of its own.
-        reads_state: whether it reads the state one position before.
+        reads_state: whether it reads the model's final state one position before.
+        further_states: the states that it reads beside that one, by the number of blocks behind them, ascending.
     """
 
     exit_layer: int
     num_blocks: int = 1
     reads_state: bool = True
+    further_states: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -64,6 +68,16 @@ class AdapterSpec:
             raise UnsupportedModelError(
                 f"got an adapter behind {self.exit_layer} blocks with {self.num_blocks} of its own for a model of "
                 f"{num_layers}; expected 0 to {num_layers - 1}, and 1 to {num_layers}."
+            )
+        further = self.further_states
+        if list(further) != sorted(set(further)) or not all(0 < each < num_layers for each in further):
+            raise UnsupportedModelError(
+                f"got an adapter that reads the states behind {', '.join(map(str, further))} blocks of a model of "
+                f"{num_layers}; expected numbers from 1 to {num_layers - 1}, ascending."
+            )
+        if further and not self.reads_state:
+            raise UnsupportedModelError(
+                "got an adapter that reads further states without the final one; expected it to read that first."
             )
 
 
@@ -125,6 +139,10 @@ class Adapter:
         self.linears = [*(group for block in self.blocks for group in block.linears)]
         if self.spec.reads_state:
             self.linears.append(self._fuse)
+        if self.spec.further_states:
+            self._further_norms = [norm(each) for each in parts["further_norms"]]
+            self._recall = Linears(parts["recall"])
+            self.linears.append(self._recall)
 
     @property
     def num_parameters(self) -> int:
@@ -134,8 +152,8 @@ class Adapter:
     @property
     def kept_states(self) -> tuple[int, ...]:
         """Hidden states of the model that it reads, by the number of blocks behind them (`KVCache.states`)."""
-        behind = (self.spec.exit_layer, self._first_block if self.spec.reads_state else 0)
-        return tuple(each for each in behind if each)
+        behind = {self.spec.exit_layer, *self.spec.further_states, self._first_block if self.spec.reads_state else 0}
+        return tuple(sorted(behind - {0}))
 
     @property
     def final_norm(self) -> Callable[[Tensor], Tensor]:
@@ -150,12 +168,15 @@ class Adapter:
         for each in (self._norm, *(each for block in self.blocks for each in block.norms)):
             refresh(each)
 
-    def run(self, entry: Tensor, state: Tensor | None, cache: KVCache, span: Span) -> Tensor:
+    def run(
+        self, entry: Tensor, state: Tensor | None, cache: KVCache, span: Span, further: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Run the positions of `span`, writing their keys and values.
 
         Args:
             entry: (batch, tokens, hidden_size), behind the exit.
             state: (batch, tokens, hidden_size), of the position before each; None where it reads none.
+            further: the same behind each of `further_states`; none where the model has not been.
 
         Returns:
             (batch, tokens, hidden_size): what goes to norm and head, and stands for the model's own final state.
@@ -166,6 +187,11 @@ class Adapter:
             entry, state = hidden, state.to(self._device)
             fused = self._fuse(torch.cat((self._entry_norm(entry), self._state_norm(state)), dim=-1))
             hidden = entry + fused
+        if further:
+            normed = [
+                norm_of(each.to(self._device)) for norm_of, each in zip(self._further_norms, further, strict=True)
+            ]
+            hidden = hidden + self._recall(torch.cat(normed, dim=-1))
         for block in self.blocks:
             hidden = block.run(hidden, cache, span)
         return hidden
@@ -184,6 +210,9 @@ def _modules(layers: Sequence[nn.Module], final_norm: Any, size: int, config: An
         if spec.reads_state:
             parts |= {"entry_norm": nn.RMSNorm(size, eps=_EPS), "state_norm": nn.RMSNorm(size, eps=_EPS)}
             parts["fuse"] = nn.Linear(2 * size, size, bias=False)
+        if count := len(spec.further_states):
+            parts["further_norms"] = nn.ModuleList(nn.RMSNorm(size, eps=_EPS) for _ in range(count))
+            parts["recall"] = nn.Linear(count * size, size, bias=False)
     return nn.ModuleDict(parts).eval()
 
 
@@ -198,4 +227,8 @@ def _beginning(layers: Sequence[nn.Module], final_norm: Any, size: int, spec: Ad
         tensors |= {f"{name}_norm.weight": torch.ones_like(like) for name in ("entry", "state")}
         identity = torch.eye(size, dtype=like.dtype, device=like.device)
         tensors["fuse.weight"] = torch.cat((torch.zeros_like(identity), identity), dim=1)
+        count = len(spec.further_states)
+        tensors |= {f"further_norms.{index}.weight": torch.ones_like(like) for index in range(count)}
+        if count:
+            tensors["recall.weight"] = torch.zeros_like(identity).repeat(1, count)
     return tensors

@@ -87,8 +87,10 @@ def _spec(described: dict[str, str], file: Path) -> AdapterSpec:
         )
     try:
         fields: dict[str, Any] = json.loads(described["adapter"])
-        spec = AdapterSpec(fields["exit_layer"], fields["num_blocks"], fields["reads_state"])
-        if [type(each) for each in spec.to_dict().values()] != [int, int, bool]:
+        further = tuple(fields["further_states"] if "further_states" in fields else ())  # older files have none
+        spec = AdapterSpec(fields["exit_layer"], fields["num_blocks"], fields["reads_state"], further)
+        kinds = [type(each) for each in (spec.exit_layer, spec.num_blocks, spec.reads_state, *further)]
+        if kinds != [int, int, bool, *[int] * len(further)]:
             raise ValueError(f"got {spec}")
         return spec
     except (KeyError, TypeError, ValueError, RecursionError) as error:

@@ -115,7 +115,7 @@ class Replay:
         self.block_passes = 0.0
         self._positions = sum(each.num_positions for each in usable)
         kept = _kept_blocks(decoder, self._positions, state_bytes)
-        read = frozenset(block for each in adapters for block in (each.spec.exit_layer, decoder.num_blocks))
+        read = frozenset(block for each in adapters for block in (each.spec.exit_layer, *each.kept_states))
         self._batches = [self._read(first, rows, kept, read) for first, rows in _batches(usable, batch_positions)]
         # Rows of one batch are of like length; whoever looks at the first batches only is to see all lengths.
         random.Random(0).shuffle(self._batches)
@@ -222,14 +222,14 @@ class Replay:
 
     def _run_trained(self, adapter: Adapter, part: _Batch, anchors: Sequence[Tensor], draft_length: int) -> Tensor:
         """What trained blocks put out at each position, as drafted from its anchor: (batch, positions, hidden_size)."""
-        exit_layer, last, first = adapter.spec.exit_layer, self.decoder.num_blocks, min(part.starts)
-        if not {exit_layer, last} <= part.whole.keys():
+        first = min(part.starts)
+        if not {adapter.spec.exit_layer, *adapter.kept_states} <= part.whole.keys():
             raise SearchError("got trained blocks that this replay was not made for; expected one of its `adapters`.")
         offsets = min(draft_length, max(part.counts))
         share = sum(part.counts) / self._positions
         self.block_passes += share * 2 * len(adapter.blocks) * offsets
         outputs = torch.stack(
-            rollout(self.decoder, adapter, part.whole[exit_layer], part.whole[last], offsets, first)
+            rollout(self.decoder, adapter, part.whole, offsets, first)
         )  # (offsets, batch, slots - first, hidden_size)
         index = torch.arange(part.next_tokens.shape[1])
         offset = (index - _padded(anchors, len(index))).clamp(0, offsets - 1)

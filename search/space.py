@@ -132,7 +132,7 @@ class Space:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        trained = [asdict(each) for each in self.trained]
+        trained = [each.to_dict() for each in self.trained]
         return asdict(self) | {"vocabulary_sizes": list(self.vocabulary_sizes), "trained": trained}
 
     @classmethod

@@ -299,7 +299,7 @@ def _identity(
         "runs_as": {"dtype": str(model.decoder.dtype).removeprefix("torch."), "device": model.decoder.device.type},
         "settings": settings.to_dict(),
         "prompts": {"sha256": digest},
-        "trained": {name: asdict(trained[name].path) for name in sorted(trained)},
+        "trained": {name: trained[name].path.to_dict() for name in sorted(trained)},
     }
 
 

@@ -31,7 +31,7 @@ class TrainedPath:
 
     Attributes:
         name: digest of its adapter.
-        exit_layer, num_blocks, reads_state: see `AdapterSpec`.
+        exit_layer, num_blocks, reads_state, further_states: see `AdapterSpec`.
         vocabulary_size: number of ids that it was trained to score, less than all; None: all.
         vocabulary: digest of these ids.
     """
@@ -42,6 +42,15 @@ class TrainedPath:
     reads_state: bool = True
     vocabulary_size: int | None = None
     vocabulary: str | None = None
+    further_states: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """A tuple, also where it comes from JSON."""
+        object.__setattr__(self, "further_states", tuple(self.further_states))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "further_states": list(self.further_states)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Trained:
         """What a plan that was found says of it: which path, and the run that trained it."""
         kept = self.plan.provenance.get("trained")  # a plan that an earlier search has found
         training = kept.get("training", {}) if isinstance(kept, Mapping) else self.plan.provenance
-        return {**asdict(self.path), "training": {name: each for name, each in training.items() if name != "curve"}}
+        return {**self.path.to_dict(), "training": {name: each for name, each in training.items() if name != "curve"}}
 
 
 def load_trained(model: Model, plans: Sequence[DraftPlan | str | os.PathLike[str]]) -> dict[str, Trained]:
@@ -165,6 +174,7 @@ def _read(model: Model, plan: DraftPlan) -> Trained:
         spec.reads_state,
         None if ids is None else len(ids),
         None if ids is None else hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:_DIGITS],
+        spec.further_states,
     )
     return Trained(path, replace(plan, draft_vocabulary=ids), adapter)
 

@@ -24,6 +24,7 @@ SPECS = {
     "two blocks": AdapterSpec(0, 2),
     "exit and state": AdapterSpec(2),
     "exit alone": AdapterSpec(1, 1, reads_state=False),
+    "jump from three states": AdapterSpec(0, further_states=(1, 2)),
 }
 
 
@@ -329,7 +330,14 @@ def test_an_adapter_of_another_model_or_exit_is_refused(tmp_path):
         layerskip.wrap(tiny_model("qwen3")).check_plan(DraftPlan(exit_layer=2, adapter=tmp_path / "a.safetensors"))
 
 
-@pytest.mark.parametrize("spec", [AdapterSpec(NUM_LAYERS), AdapterSpec(-1), AdapterSpec(0, 0), AdapterSpec(0, 9)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(AdapterSpec(NUM_LAYERS), AdapterSpec(-1), AdapterSpec(0, 0), AdapterSpec(0, 9)),
+        *(AdapterSpec(0, further_states=each) for each in ((0,), (NUM_LAYERS,), (2, 1), (1, 1))),
+        AdapterSpec(1, 1, reads_state=False, further_states=(2,)),
+    ],
+)
 def test_specs_without_room(spec):
     with pytest.raises(UnsupportedModelError, match="expected"):
         Adapter(tiny_model("llama"), spec)

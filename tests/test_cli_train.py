@@ -47,7 +47,12 @@ def run(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "exit_layer", "words"),
-    [("jump", 0, []), ("adapter", 1, []), ("adapter", 2, ["--exit-layer", "2", "--no-state"])],
+    [
+        ("jump", 0, []),
+        ("jump", 0, ["--further-states", "1,3"]),
+        ("adapter", 1, []),
+        ("adapter", 2, ["--exit-layer", "2", "--no-state"]),
+    ],
 )
 def test_from_an_empty_folder_to_a_plan_that_generate_uses(run, checkpoint, texts, recipe, exit_layer, words):
     code, out, err = run("train", checkpoint, "--recipe", recipe, "--texts", texts, "--out", "draft", *SMALL, *words)
@@ -97,6 +102,11 @@ def test_an_interrupt_and_resume(run, checkpoint, texts, monkeypatch):
         (["--no-state"], "--recipe adapter"),
         (["--chat"], "--prompts"),
         (["--recipe", "adapter", "--exit-layer", "4"], "expected"),
+        (["--recipe", "adapter", "--no-state", "--further-states", "2"], "without the final one"),
+        (["--further-states", "1,4"], "expected numbers from 1 to 3"),
+        (["--further-states", "a"], "--further-states"),
+        (["--recipe", "layerskip", "--further-states", "1"], "--recipe jump"),
+        (["--begin-with", "none.json", "--further-states", "1"], "--begin-with"),
         (["--vocabulary-size", "-1"], "--vocabulary-size"),
         (["--learning-rate", "0"], "learning_rate"),
         (["--text-tokens", "100"], "--text-tokens"),

@@ -71,6 +71,7 @@ def plan_of(candidate: Candidate, length: int, **more: object) -> layerskip.Draf
 TRAINED = {
     "jump": AdapterSpec(0),
     "exit alone": AdapterSpec(1, 2, reads_state=False),
+    "jump from three states": AdapterSpec(0, further_states=(1, 3)),
     "exit and state": AdapterSpec(2),
 }
 

@@ -5,14 +5,22 @@ import torch
 
 import layerskip
 from layerskip.drafters import DraftContext, SelfDrafter
-from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.adapter import AdapterSpec
 from layerskip.rules import make_rule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
 from layerskip.training.rollout import rollout
-from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, prompt, tiny_model
+from tests.special_models import adapter_of
+from tests.tiny_models import FAMILY_NAMES, prompt, tiny_model
 
-SPECS = [AdapterSpec(0), AdapterSpec(2), AdapterSpec(2, 2, reads_state=False), AdapterSpec(1, 2)]
+SPECS = [
+    AdapterSpec(0),
+    AdapterSpec(2),
+    AdapterSpec(2, 2, reads_state=False),
+    AdapterSpec(1, 2),
+    AdapterSpec(0, further_states=(1, 3)),
+    AdapterSpec(2, further_states=(2,)),
+]
 OFFSETS = 4
 
 
@@ -59,15 +67,16 @@ def real_outputs(decoder, adapter, tokens, anchor):
 def test_a_rollout_is_what_would_be_drafted(family, spec):
     hf_model = tiny_model(family)
     decoder, tokens = layerskip.wrap(hf_model).decoder, prompt(14)
-    adapter = Adapter(hf_model, spec)
+    adapter = adapter_of(hf_model, spec)
     with torch.no_grad():
-        cache = decoder.new_cache(1, tokens.shape[1], kept_states=(*{spec.exit_layer, NUM_LAYERS} - {0},))
+        cache = decoder.new_cache(1, tokens.shape[1], kept_states=adapter.kept_states)
         span = decoder.span([0], tokens.shape[1])
-        decoder.run(decoder.embed(tokens, span), decoder.full_path, cache, span)
-        entry = cache.states[spec.exit_layer] if spec.exit_layer else decoder.embed(tokens, span)
-        outputs = rollout(decoder, adapter, entry, cache.states[NUM_LAYERS], OFFSETS)
+        embedded = decoder.embed(tokens, span)
+        decoder.run(embedded, decoder.full_path, cache, span)
+        states = {0: embedded, **cache.states}
+        outputs = rollout(decoder, adapter, states, OFFSETS)
         logits = [decoder.logits(each, norm=adapter.final_norm)[0] for each in outputs]
-        later = rollout(decoder, adapter, entry, cache.states[NUM_LAYERS], OFFSETS, first=5)
+        later = rollout(decoder, adapter, states, OFFSETS, first=5)
     for anchor in (0, 1, 5, 9):
         real = real_outputs(decoder, adapter, tokens, anchor)
         for offset in range(OFFSETS):

@@ -36,6 +36,7 @@ PLANS = {
     "two blocks": AdapterSpec(0, 2),
     "exit and state": AdapterSpec(2),
     "exit alone": AdapterSpec(1, 1, reads_state=False),
+    "jump from three states": AdapterSpec(0, further_states=(1, 2)),
 }
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "repetition_penalty": 1.2}
 

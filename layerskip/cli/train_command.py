@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli.options import add_loading_options, given, load_model
-from layerskip.cli.parser import positive
+from layerskip.cli.parser import layer_numbers, positive
 from layerskip.cli.records import as_inputs, read_prompts
 from layerskip.cli.staged_progress import TrainProgress
 from layerskip.errors import SettingError
@@ -44,11 +44,11 @@ _OF_PATHS = {
 _SHARED = (*(name for name in _COUNTS if name != "text_tokens"), "learning_rate", "precision", "seed")
 # Options that belong to some recipes only.
 _OF_RECIPE = {
-    "jump": (*_OF_PATHS, "vocabulary_size"),
-    "adapter": (*_OF_PATHS, "vocabulary_size", "exit_layer", "no_state"),
+    "jump": (*_OF_PATHS, "vocabulary_size", "further_states"),
+    "adapter": (*_OF_PATHS, "vocabulary_size", "further_states", "exit_layer", "no_state"),
     "layerskip": ("lora_rank", "max_dropout", "curriculum"),
 }
-_OF_BEGINNING = ("exit_layer", "no_state", "num_blocks")  # what --begin-with decides
+_OF_BEGINNING = ("exit_layer", "no_state", "num_blocks", "further_states")  # what --begin-with decides
 _EXIT_SHARE = 5  # an adapter stands behind a fifth of the layers unless told otherwise
 
 
@@ -96,6 +96,12 @@ def add_parser(subparsers: Any) -> None:
     for name, text in _OF_PATHS.items():
         group.add_argument("--" + name.replace("_", "-"), type=positive, metavar="N", help=text)
     group.add_argument("--vocabulary-size", type=int, metavar="N", help="ids it may say, 0 for all (default: 8192)")
+    group.add_argument(
+        "--further-states",
+        type=layer_numbers,
+        metavar="N,…",
+        help="numbers of blocks behind which the model's states are read, beside the last one's",
+    )
     group.add_argument("--exit-layer", type=positive, metavar="E", help="of an adapter (default: a fifth of all)")
     group.add_argument(
         "--no-state", action="store_const", const=True, help="an adapter that does not read the model's last state"

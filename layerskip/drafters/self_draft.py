@@ -161,8 +161,11 @@ class SelfDrafter:
             entry = cache.states[exit_layer][span.rows, span.positions]
         else:
             entry = self.decoder.embed(state.token_ids.gather(1, span.positions), span)
-        before = None
-        if adapter.spec.reads_state:
-            states = cache.states[self.decoder.num_blocks][span.rows, (span.positions - 1).clamp(min=0)]
-            before = states.masked_fill((span.positions == 0).unsqueeze(-1), 0.0)
-        return adapter.run(entry, before, cache, span)
+        if not adapter.spec.reads_state:
+            return adapter.run(entry, None, cache, span)
+        positions, is_first = (span.positions - 1).clamp(min=0), (span.positions == 0).unsqueeze(-1)
+        before, *further = (
+            cache.states[each][span.rows, positions].masked_fill(is_first, 0.0)
+            for each in (self.decoder.num_blocks, *adapter.spec.further_states)
+        )
+        return adapter.run(entry, before, cache, span, further)

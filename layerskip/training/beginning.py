@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from layerskip.api import Model
 from layerskip.errors import InputError, SettingError, UnsupportedModelError
-from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.adapter import Adapter
 from layerskip.models.adapter_file import load_adapter
 from layerskip.models.decoder import Decoder
 from layerskip.models.families import family_of, geometry_of
@@ -50,7 +50,7 @@ def check_exit(
     settings, beginning = _beginning(model, settings, begin_with)
     _refuse_model(model.decoder, settings)
     if beginning is None:
-        AdapterSpec(settings.exit_layer, settings.num_blocks, settings.reads_state).check(model.decoder.num_blocks)
+        settings.spec.check(model.decoder.num_blocks)
     if settings.offsets >= row_tokens:
         raise SettingError(
             f"got offsets={settings.offsets} for rows of {row_tokens} tokens; expected fewer offsets than that."

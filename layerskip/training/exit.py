@@ -47,6 +47,7 @@ class ExitSettings:
         exit_layer: blocks of the model that run before the trained ones; 0: none (jump).
         num_blocks: trained blocks.
         reads_state: whether the path reads the model's final state of the position before.
+        further_states: the states that it reads beside that one, by the number of blocks behind them.
         vocabulary_size: ids that a draft may say, the most frequent of the texts; None: all.
         tokens: to train on, each time that one is read counted.
         batch_tokens: of one step of the optimiser.
@@ -65,6 +66,7 @@ class ExitSettings:
     exit_layer: int = 0
     num_blocks: int = 1
     reads_state: bool = True
+    further_states: tuple[int, ...] = ()
     vocabulary_size: int | None = 8192
     tokens: int = 4_000_000
     batch_tokens: int = 2048
@@ -99,6 +101,11 @@ class ExitSettings:
                 raise SettingError(f"got {name}={value!r}; expected a number from 0 to 1.")
         if type(self.reads_state) is not bool:
             raise SettingError(f"got reads_state={self.reads_state!r}; expected True or False.")
+        further = self.further_states
+        if not isinstance(further, tuple) or not all(type(each) is int for each in further):
+            raise SettingError(
+                f"got further_states={further!r}; expected a tuple of numbers of blocks, such as (10, 20)."
+            )
         if self.vocabulary_size is not None and (type(self.vocabulary_size) is not int or self.vocabulary_size < 1):
             raise SettingError(f"got vocabulary_size={self.vocabulary_size!r}; expected an integer from 1, or None.")
         Schedule(1, self.learning_rate)
@@ -109,6 +116,11 @@ class ExitSettings:
                 "got exit_layer=0 and reads_state=False: a path from one embedding alone knows next to nothing. "
                 "Let it read the state, or run some layers."
             )
+
+    @property
+    def spec(self) -> AdapterSpec:
+        """What is trained."""
+        return AdapterSpec(self.exit_layer, self.num_blocks, self.reads_state, self.further_states)
 
 
 @torch.inference_mode(False)
@@ -127,8 +139,8 @@ def train_exit(
 
     Args:
         texts: rows that the model wrote (`texts.write_texts`).
-        begin_with: a trained plan whose blocks are trained further, say on other texts; `exit_layer`, `num_blocks` and
-            `reads_state` of the settings are then those of its blocks. None: begin with the model's own last blocks.
+        begin_with: a trained plan whose blocks are trained further, say on other texts; the `spec` of the settings is
+            then that of its blocks. None: begin with the model's own last blocks.
         resume: go on with the run that was begun in `out`.
         progress: is told steps done, steps in all, and the newest point of the curve: with "agreement", how often the
             path says on held-out text what the model says, by offset, if the drafts before were the text's own tokens.
@@ -188,7 +200,7 @@ def _plan(
         provenance={
             "made_by": "layerskip train",
             "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
-            "settings": asdict(run.settings),
+            "settings": {**asdict(run.settings), "further_states": list(run.settings.further_states)},  # as JSON has it
             "begun_with": None if begin_with is None else _without_curve(begin_with.provenance),
             "texts": {"rows": len(texts.tokens), "tokens": texts.num_tokens, "digest": texts.digest()},
             "seconds": curve[-1]["seconds"],
@@ -236,13 +248,13 @@ class _Run:
         self._head, self._bias = self.decoder.full_head.linears.dense_rows(ids)
         if settings.precision == "float32" or self._head.dtype == torch.float64:  # which autocast leaves as it is
             self._head, self._bias = self._head.float(), None if self._bias is None else self._bias.float()
-        spec = AdapterSpec(settings.exit_layer, settings.num_blocks, settings.reads_state)
-        self.adapter = beginning or Adapter(model.hf_model, spec)
+        self.adapter = beginning or Adapter(model.hf_model, settings.spec)
         self.adapter.modules.float().requires_grad_(True)
         self.adapter.read()
-        source = (self.decoder, model.identity)
-        self.teacher = Teacher(*source, self._train[0], settings.exit_layer, folder, settings.kept_state_bytes)
-        self._judge = Teacher(*source, self._held_out[0], settings.exit_layer, None, _HELD_OUT_BYTES)
+        source, last = (self.decoder, model.identity), self.decoder.num_blocks
+        behind = sorted({settings.exit_layer, *self.adapter.kept_states, last})  # the last for the labels
+        self.teacher = Teacher(*source, self._train[0], behind, folder, settings.kept_state_bytes)
+        self._judge = Teacher(*source, self._held_out[0], behind, None, _HELD_OUT_BYTES)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         self.made_for = {
             **asdict(replace(settings, micro_rows=1, kept_state_bytes=0, checkpoint_every=1)),
@@ -265,10 +277,9 @@ class _Run:
         counts[:, : offsets - 1] = False
         total = max(1, int(counts.sum()))
         for some, counted in zip(*(each.split(self.settings.micro_rows) for each in (rows, counts)), strict=True):
-            entry, state = self.teacher.states(some.tolist())
-            with self._autocast:
-                outputs = rollout(self.decoder, self.adapter, entry.float(), state.float(), offsets)
-            counted = counted.to(entry.device)
+            states = self.teacher.states(some.tolist())
+            outputs, state = self._rollout(states, offsets), states[self.decoder.num_blocks]
+            counted = counted.to(state.device)
             labels = self._labels(state[counted])
             losses = [
                 weight * _cross_entropy(labels, self._scores(output[counted]))
@@ -282,11 +293,10 @@ class _Run:
         right = torch.zeros(self.settings.offsets, dtype=torch.float64)
         asked = torch.zeros_like(right)
         for some in torch.arange(len(self._held_out[0])).split(self.settings.micro_rows):
-            entry, state = self._judge.states(some.tolist())
-            tokens, own = (each[some].to(entry.device) for each in self._held_out)
+            states = self._judge.states(some.tolist())
+            outputs, state = self._rollout(states, self.settings.offsets), states[self.decoder.num_blocks]
+            tokens, own = (each[some].to(state.device) for each in self._held_out)
             choice = _placed(own, self.decoder.logits(state[own].unsqueeze(0))[0].argmax(-1))
-            with self._autocast:
-                outputs = rollout(self.decoder, self.adapter, entry.float(), state.float(), self.settings.offsets)
             counted, following = own, F.pad(tokens[:, 1:], (0, 1), value=-1)
             for offset, output in enumerate(outputs):
                 draft = _placed(own, self._draft(output[own]))
@@ -296,6 +306,11 @@ class _Run:
                 counted = F.pad((counted & (draft == following))[:, :-1], (1, 0)) & own
         found = [hits / times for hits, times in zip(right.tolist(), asked.tolist(), strict=True) if times]
         return {"agreement": [round(each, 4) for each in found]}
+
+    def _rollout(self, states: Mapping[int, Tensor], offsets: int) -> list[Tensor]:
+        with self._autocast:
+            read = {behind: each.float() for behind, each in states.items()}
+            return rollout(self.decoder, self.adapter, read, offsets)
 
     def _draft(self, output: Tensor) -> Tensor:
         chosen = self._scores(output).argmax(-1)

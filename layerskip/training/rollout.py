@@ -14,6 +14,7 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -28,13 +29,13 @@ __all__ = ["rollout"]
 
 
 def rollout(
-    decoder: Decoder, adapter: Adapter, entry: Tensor, state: Tensor, offsets: int, first: int = 0
+    decoder: Decoder, adapter: Adapter, states: Mapping[int, Tensor], offsets: int, first: int = 0
 ) -> list[Tensor]:
     """Outputs of `adapter` at each offset, before norm and head.
 
     Args:
-        entry: (batch, tokens, hidden_size), behind the exit; behind no block: the embedding.
-        state: (batch, tokens, hidden_size), the model's own behind its last block.
+        states: the model's own, (batch, tokens, hidden_size), by the number of blocks behind them: those that the
+            adapter reads, and where it begins (0: the embedding).
         offsets: how many drafts to look ahead.
         first: the first position that is an anchor. Those before it are read once, whatever `offsets` is: of a long
             prompt neither time nor memory grow by each.
@@ -43,8 +44,11 @@ def rollout(
         One tensor (batch, tokens - first, hidden_size) an offset. At offset `j` its first ``j - 1`` positions are void:
         no anchor lies so far back.
     """
+    spec, entry = adapter.spec, states[adapter.spec.exit_layer]
     batch, tokens = entry.shape[:2]
-    cache, before, outputs = _PassCache(), _shifted(state), []
+    cache, outputs = _PassCache(), list[Tensor]()
+    before = _shifted(states[decoder.num_blocks]) if spec.reads_state else None
+    further = [_shifted(states[each]) for each in spec.further_states]
     for offset in range(1, offsets + 1):
         begin = 0 if offset == 1 else first
         visible = tokens + (offset - 1) * (tokens - first)
@@ -59,9 +63,9 @@ def rollout(
             slot=visible - (tokens - begin),
             hidden_slots=None if offset == 1 else partial(_unseen, tokens, first, offset),
         )
-        output = adapter.run(entry[:, begin:], before if adapter.spec.reads_state else None, cache, span)
+        output = adapter.run(entry[:, begin:], before, cache, span, further)
         outputs.append(output[:, first - begin :])
-        before = _shifted(outputs[-1])
+        before, further = _shifted(outputs[-1]) if spec.reads_state else None, []
     return outputs
 
 

@@ -23,7 +23,7 @@ _NOTED = "states.json"
 
 
 class Teacher:
-    """States behind an exit and behind the last block, for the rows of `tokens`.
+    """States behind some of the model's blocks, for the rows of `tokens`.
 
     With enough bytes they are kept as they are computed, in a file of `folder` or (None) in memory: reading them again
     costs a hundredth of a pass of the model. The file is opened when the first states are asked for.
@@ -34,7 +34,7 @@ class Teacher:
         decoder: Decoder,
         identity: ModelIdentity,
         tokens: Tensor,
-        exit_layer: int,
+        behind: Sequence[int],
         folder: Path | None = None,
         most_bytes: int = 0,
     ) -> None:
@@ -42,11 +42,11 @@ class Teacher:
 
         Args:
             tokens: (rows, row_tokens), int64.
-            exit_layer: 0: the states behind it are the embeddings, which are not kept.
+            behind: numbers of blocks, ascending; the states behind 0 are the embeddings, which are not kept.
             most_bytes: that they may take; 0: nothing is kept.
         """
-        self._decoder, self._tokens, self._exit_layer = decoder, tokens, exit_layer
-        self._behind = [each for each in (exit_layer, decoder.num_blocks) if each]
+        self._decoder, self._tokens, self._asked = decoder, tokens, tuple(behind)
+        self._behind = [each for each in behind if each]
         self._shape = (len(tokens), len(self._behind), tokens.shape[1], decoder.hidden_size)
         self._numbers = len(tokens) * len(self._behind) * tokens.shape[1] * decoder.hidden_size
         self._folder, self._keeps = folder, self._numbers * decoder.dtype.itemsize <= most_bytes
@@ -61,8 +61,8 @@ class Teacher:
         self._done: set[int] = set()
 
     @torch.no_grad()
-    def states(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Behind the exit and behind the last block, of rows by their numbers: each (rows, row_tokens, hidden_size).
+    def states(self, rows: Sequence[int]) -> dict[int, Tensor]:
+        """Of rows by their numbers, by the number of blocks behind them: each (rows, row_tokens, hidden_size).
 
         Where they cannot be kept on the disk, a warning says why, and they are computed each time.
         """
@@ -82,8 +82,8 @@ class Teacher:
             if self._kept is not None:
                 self._kept[list(rows)] = found.cpu()
                 self._done.update(rows)
-        entry = found[:, 0] if self._exit_layer else decoder.embed(token_ids, span)
-        return entry, found[:, -1]
+        states = dict(zip(self._behind, found.unbind(dim=1), strict=True))
+        return {each: states[each] if each else decoder.embed(token_ids, span) for each in self._asked}
 
     def flush(self) -> None:
         """Note which rows are in the file, for a later run; where that fails, it computes them once more."""
