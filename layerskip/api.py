@@ -338,12 +338,13 @@ class Model:
             # What was measured is no hope but knowledge, until the text at hand says otherwise.
             measured = plan.acceptance_by_offset
             prior = (measured, MEASURED_WEIGHT) if measured else (Source.priors, Source.prior_weight)
-            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, *prior, adapter)
+            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, *prior, adapter, plan.num_siblings)
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()
             ratio = draft.inspection.step_parameters / self.inspection.step_parameters
-            planned["model"] = PlannedDrafter(partial(ModelDrafter, draft.decoder), ratio, plan.num_draft_tokens)
+            drafter = partial(ModelDrafter, draft.decoder)
+            planned["model"] = PlannedDrafter(drafter, ratio, plan.num_draft_tokens, num_siblings=plan.num_siblings)
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
             planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
         return planned

@@ -52,6 +52,7 @@ class PlannedDrafter:
         most: drafts a round.
         priors, prior_weight: see `Source`.
         adapter: trained blocks that it runs: they need room in the cache, and states that are kept there.
+        num_siblings: tokens that it may propose beside each draft.
     """
 
     make: MakeDrafter
@@ -60,6 +61,7 @@ class PlannedDrafter:
     priors: Sequence[float] = Source.priors
     prior_weight: float = Source.prior_weight
     adapter: Adapter | None = None
+    num_siblings: int = 0
 
 
 @torch.inference_mode(False)  # what is made here may outlive a caller's inference mode
@@ -103,8 +105,11 @@ def build_engine(
         vocab_size=decoder.vocab_size,
         chunk=settings.prefill_chunk_size,
     )
+    # What processors say of a token beside another would have to be asked for it alone.
+    branches = context.sampler.prefix_free and request.pass_width is None
+    siblings = max((each.num_siblings for each in planned.values()), default=0) if branches else 0
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
-    capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
+    capacity = max(limits) + (request.pass_width or max(tier_of(most), most * (1 + siblings)) + 1)
     pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
     rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
     known, release = Memory(), rounds.release
@@ -121,13 +126,14 @@ def build_engine(
                 known = replace(known, adapter=adapter)  # another's entries and states were not kept up to date
         else:
             assert known.cache is not None
+            context = replace(context, num_siblings=siblings)
             state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
         return Engine(
             decoder=decoder,
             state=state,
             context=context,
             drafters={name: each.make(context) for name, each in planned.items()},
-            governor=_governor(request, planned, most),
+            governor=_governor(request, planned, most, context.num_siblings),
             pass_width=request.pass_width,
             static=rounds.static,
             memory=replace(known, token_ids=state.texts[0], readings=state.readings),
@@ -159,9 +165,11 @@ def _has_guests(decoder: Decoder, request: Request) -> bool:
     return bool(request.caller_processors or request.caller_criteria or decoder.is_watched)
 
 
-def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:
+def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int, siblings: int) -> Governor:
     sources = {
-        name: Source(min(each.most, most), each.cost_ratio, each.priors, each.prior_weight)
+        name: Source(
+            min(each.most, most), each.cost_ratio, each.priors, each.prior_weight, min(each.num_siblings, siblings)
+        )
         for name, each in planned.items()
     }
     if request.governor == "off" or not sources:

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.models.tree import Tree
 from layerskip.state import DecodeState
 
-__all__ = ["Draft", "empty_draft", "merged"]
+__all__ = ["Draft", "Node", "empty_draft", "merged", "nodes_of", "tree_draft"]
+
+
+class Node(NamedTuple):
+    """A token of a draft.
+
+    Attributes:
+        parent: the token before it by its index in the verification pass: 0 is the newest committed token, 1 the
+            draft's first.
+        confidence: the probability that the drafter gave it.
+    """
+
+    token_id: int
+    parent: int
+    confidence: float
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A chain of proposed tokens for each row.
+    """Proposed tokens for each row: a chain, or a tree.
 
     Attributes:
-        tokens: (batch, drafts), int64; they also stand in ``state.token_ids`` behind the committed tokens.
+        tokens: (batch, drafts), int64; those of a chain also stand in ``state.token_ids`` behind the committed tokens.
         num_drafted: of each row, how many of its tokens are real; the rest is padding.
         probs: (batch, drafts, vocab), the distribution each was drawn from; None: they were not drawn but chosen
             (greedily, or copied from the text), which is a distribution of all probability on the token, or the rule
@@ -29,6 +45,9 @@ class Draft:
         exact_blocks: number of those blocks.
         counts: `num_drafted` on the device, (batch,), int64, if it is there already.
         confidences: for each row and draft the probability that the drafter gave the token, where it gives one.
+        tree: which token follows which, if some place has several; None: each the one before it. These tokens were
+            chosen, and children of one token differ.
+        num_in_chain: of a tree, how many of each row's tokens, its first ones, are a chain; the others stand beside it.
     """
 
     tokens: Tensor
@@ -38,6 +57,48 @@ class Draft:
     exact_blocks: int = 0
     counts: Tensor | None = None
     confidences: Sequence[Sequence[float]] = field(default_factory=list)
+    tree: Tree | None = None
+    num_in_chain: Sequence[int] | None = None
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Of each row's chain."""
+        return self.num_drafted if self.num_in_chain is None else self.num_in_chain
+
+    @property
+    def steps(self) -> int:
+        """In which it was made."""
+        return self.tokens.shape[1] if self.num_in_chain is None else max(self.num_in_chain)
+
+
+def tree_draft(rows: Sequence[Sequence[Node]], lengths: Sequence[int], device: torch.device) -> Draft:
+    """A draft of nodes that were chosen.
+
+    Args:
+        rows: of each row first those of its chain, then those beside it.
+        lengths: of the chains.
+    """
+    width = max(map(len, rows))
+    tokens = [[node.token_id for node in row] + [0] * (width - len(row)) for row in rows]
+    draft = Draft(
+        torch.tensor(tokens, dtype=torch.int64, device=device).view(len(rows), width),
+        [len(row) for row in rows],
+        confidences=[[node.confidence for node in row] for row in rows],
+    )
+    if all(len(row) == length for row, length in zip(rows, lengths, strict=True)):
+        return draft
+    parents = [[node.parent for node in row] + [0] * (width - len(row)) for row in rows]
+    return replace(draft, tree=Tree(parents, device), num_in_chain=list(lengths))
+
+
+def nodes_of(draft: Draft) -> list[list[Node]]:
+    """What `tree_draft` makes such a draft of."""
+    parents = [range(count) for count in draft.num_drafted] if draft.tree is None else draft.tree.parents
+    tokens = draft.tokens.tolist()
+    return [
+        [Node(*each) for each in zip(tokens[row][:count], parents[row], draft.confidences[row], strict=False)]
+        for row, count in enumerate(draft.num_drafted)
+    ]
 
 
 def empty_draft(state: DecodeState) -> Draft:
@@ -53,16 +114,23 @@ def merged(drafts: Sequence[Draft], vocab_size: int) -> Draft:
     tokens = torch.zeros_like(F.pad(drafts[0].tokens, (0, width - drafts[0].tokens.shape[1])))
     drawn = next((draft.probs for draft in drafts if draft.probs is not None), None)
     probs = None if drawn is None else drawn.new_zeros((*tokens.shape, vocab_size))
-    num_drafted = [0] * len(tokens)
+    num_drafted, num_in_chain = [0] * len(tokens), [0] * len(tokens)
     confidences: list[Sequence[float]] = [()] * len(tokens)
+    parents = [list(range(width)) for _ in tokens]
     for draft in drafts:
         for row in [row for row, count in enumerate(draft.num_drafted) if count]:
             of_row = draft.tokens[row]
             tokens[row, : len(of_row)], num_drafted[row] = of_row, draft.num_drafted[row]
+            num_in_chain[row] = draft.lengths[row]
+            if draft.tree is not None:
+                parents[row] = draft.tree.parents[row] + [0] * (width - len(of_row))
             if probs is not None and draft.probs is not None:
                 probs[row, : len(of_row)] = draft.probs[row]
             elif probs is not None:
                 probs[row, : len(of_row)].scatter_(1, of_row.unsqueeze(1), 1.0)
             if draft.confidences:
                 confidences[row] = draft.confidences[row]
-    return Draft(tokens, num_drafted, probs, confidences=confidences)
+    joined = Draft(tokens, num_drafted, probs, confidences=confidences)
+    if all(draft.tree is None for draft in drafts):
+        return joined
+    return replace(joined, tree=Tree(parents, tokens.device), num_in_chain=num_in_chain)

@@ -63,11 +63,23 @@ class Chosen(NamedTuple):
         tokens: the accepted drafts and the token after them.
         accepted: number of those drafts.
         num_valid: how many of these positions have a distribution at all; what is chosen from there on is void.
+        places: where in the pass each of the tokens was said: behind the newest token (0), behind draft `i` (i + 1).
     """
 
     tokens: list[int]
     accepted: int
     num_valid: int
+    places: Sequence[int]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the accepted drafts are the draft's first ones."""
+        return self.places[self.accepted] == self.accepted
+
+    def stood(self, length: int) -> int:
+        """How many of the draft's first `length` tokens, a chain, were accepted."""
+        pairs = zip(self.places[1 : length + 1], range(1, length + 1), strict=False)
+        return sum(place == index for place, index in pairs)
 
 
 @dataclass
@@ -180,6 +192,7 @@ class Engine:
             watch.mark()
             decided, said = self._accept(draft, logits)
         chosen = self._chosen(draft, decided)
+        self._straighten(chosen)
         was_active = list(state.active)
         commits = [
             commit
@@ -188,9 +201,9 @@ class Engine:
             for commit in self._commit_row(row, chosen[row], said)
         ]
         self._end_round()
-        accepted = [each.accepted if active else None for each, active in zip(chosen, was_active, strict=True)]
-        self.governor.learn(decision, drafts, accepted)
-        self._record(drafts, accepted, commits)
+        running = [each if active else None for each, active in zip(chosen, was_active, strict=True)]
+        self._learn(decision, drafts, running)
+        self._record(drafts, running, commits)
         self._record_times(drafts, width, watch.laps(), recorded)
         self._let_go()
         return commits
@@ -219,7 +232,8 @@ class Engine:
                 if self.static is not None and isinstance(drafter, Recordable):
                     drafts[name] = self.static.draft(name, drafter, limits)
                 else:
-                    drafts[name] = drafter.propose(self.state, limits, self.governor.goes_on(name, decision))
+                    proposed = drafter.propose(self.state, limits, self.governor.goes_on(name, decision))
+                    drafts[name] = self.governor.trimmed(name, decision, proposed)
                 watch.mark()
         return drafts
 
@@ -235,21 +249,28 @@ class Engine:
         decide_s, *draft_s = laps[: 1 + len(drafts)]
         merge_s, verify_s, *rest = laps[1 + len(drafts) :]
         host_s = decide_s + merge_s + sum(rest)
-        widths = [each.tokens.shape[1] for each in drafts.values()]
-        steps = dict(zip(drafts, zip(widths, draft_s, strict=True), strict=True))
+        counts = [each.steps for each in drafts.values()]
+        steps = dict(zip(drafts, zip(counts, draft_s, strict=True), strict=True))
         self.governor.note_times(steps, width, verify_s + host_s)
         self.stats.draft_s += sum(draft_s)
         self.stats.verify_s += verify_s
         self.stats.host_s += host_s
 
-    def _record(self, drafts: Mapping[str, Draft], accepted: list[int | None], commits: list[Commit]) -> None:
-        """Count the round, row by row."""
+    def _learn(self, decision: Decision, drafts: Mapping[str, Draft], chosen: Sequence[Chosen | None]) -> None:
+        """Tell the governor what became of each row's chain, and whether something beside it stood."""
+        lengths = [max((each.lengths[row] for each in drafts.values()), default=0) for row in range(len(chosen))]
+        in_chain = [None if each is None else each.stood(length) for each, length in zip(chosen, lengths, strict=True)]
+        beside = [each is not None and not each.is_chain for each in chosen]
+        self.governor.learn(decision, drafts, in_chain, beside)
+
+    def _record(self, drafts: Mapping[str, Draft], chosen: Sequence[Chosen | None], commits: list[Commit]) -> None:
+        """Count the round, row by row; of a tree its depth is what was proposed."""
         kept = Counter(commit.row for commit in commits)
-        for row, stood in enumerate(accepted):
-            if stood is not None:
+        for row, each in enumerate(chosen):
+            if each is not None:
                 source = next((name for name, draft in drafts.items() if draft.num_drafted[row]), "none")
-                proposed = drafts[source].num_drafted[row] if source in drafts else 0
-                self.stats.record_round(proposed, stood, kept[self.state.numbers[row]], source)
+                proposed = drafts[source].lengths[row] if source in drafts else 0
+                self.stats.record_round(proposed, each.accepted, kept[self.state.numbers[row]], source)
 
     def _verify(self, draft: Draft) -> Tensor:
         """Target logits (batch, drafts + 1, vocab) behind the newest token and each draft.
@@ -263,7 +284,11 @@ class Engine:
             span = self.decoder.span(newest, self.pass_width, visible=cache.capacity)
         else:
             span = self.decoder.span(newest, drafts + 1)
-        if self.pass_width is not None or draft.exact_states is None:
+        if draft.tree is not None:
+            span = self.decoder.span(newest, drafts + 1, tree=draft.tree)
+            newest_tokens = self.state.token_ids.gather(1, span.slots[:, :1])
+            hidden = self.decoder.embed(torch.cat((newest_tokens, draft.tokens), dim=1), span)
+        elif self.pass_width is not None or draft.exact_states is None:
             hidden = self._embed(span)
         else:
             last = self.decoder.span([position + drafts for position in newest], 1)
@@ -281,24 +306,39 @@ class Engine:
         """Decide about `draft`; the token behind the accepted drafts is written there.
 
         Returns:
-            (batch, 3): accepted drafts, the token behind them, and the number of valid positions. And what the target
-            said of the drafts and the token behind them.
+            (batch, 3): accepted drafts, the token behind them, and the number of valid positions; of a tree also the
+            places where they were said (`Acceptance`). And what the target said of the drafts and the token behind
+            them.
         """
         state, context = self.state, self.context
         counts = None if context.sampler.prefix_free else self._positions_that_matter(draft)
         scores = context.sampler.scores(logits, state.token_ids, state.lengths, counts)
-        positions = state.indices(0).unsqueeze(1) + torch.arange(logits.shape[1], device=state.token_ids.device)
+        offsets = torch.arange(logits.shape[1], device=state.token_ids.device)
+        positions = state.indices(0).unsqueeze(1) + (offsets if draft.tree is None else draft.tree.depths)
         acceptance = context.rule.accept(draft, scores, positions, state.round_tensor)
         state.token_ids[state.rows, state.indices(0) + acceptance.accepted] = acceptance.next_token
         said = Said(logits if self.output_logits else None, scores if self.output_scores else None)
-        return torch.stack(acceptance, dim=1), said
+        decided = torch.stack(acceptance[:3], dim=1)
+        return decided if acceptance.places is None else torch.cat((decided, acceptance.places), dim=1), said
 
     def _chosen(self, draft: Draft, decided: Tensor) -> list[Chosen]:
         """Each row's accepted drafts and the token behind them: the round's one look at the device."""
-        return [
-            Chosen([*drafts[:accepted], next_token], accepted, num_valid)
-            for accepted, next_token, num_valid, *drafts in torch.cat((decided, draft.tokens), dim=1).tolist()
-        ]
+        chosen, drafts = [], draft.tokens.shape[1]
+        for accepted, next_token, num_valid, *rest in torch.cat((decided, draft.tokens), dim=1).tolist():
+            places = range(drafts + 1) if draft.tree is None else rest[: drafts + 1]
+            tokens = rest[len(rest) - drafts :]
+            stand = [tokens[place - 1] for place in places[1 : accepted + 1]]
+            chosen.append(Chosen([*stand, next_token], accepted, num_valid, places))
+        return chosen
+
+    def _straighten(self, chosen: Sequence[Chosen]) -> None:
+        """Bring accepted drafts that stand among others to where a chain's would, in the text and in the cache."""
+        state = self.state
+        for row, each in enumerate(chosen):
+            if not each.is_chain:
+                length, count = state.lengths[row], each.accepted
+                state.token_ids[row, length : length + count] = torch.tensor(each.tokens[:count])
+                state.cache.move(row, [length - 1 + place for place in each.places[1 : count + 1]], length)
 
     def _positions_that_matter(self, draft: Draft) -> list[int]:
         """How many positions of each row may be committed: behind a drafted EOS, or a row's last draft, none."""
@@ -323,7 +363,11 @@ class Engine:
             state.lengths[row] += 1
             state.texts[row].append(token_id)
             reason = self.stopping[row].reason_to_stop(state.token_ids[row : row + 1, : state.lengths[row]], token_id)
-            commits.append(Commit(state.numbers[row], token_id, index < chosen.accepted, reason, said.at(row, index)))
+            commits.append(
+                Commit(
+                    state.numbers[row], token_id, index < chosen.accepted, reason, said.at(row, chosen.places[index])
+                )
+            )
             if reason is not None:
                 state.active[row] = False
                 break

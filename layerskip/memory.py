@@ -12,15 +12,9 @@ from dataclasses import dataclass, field, replace
 from layerskip.models.adapter import Adapter
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
-from layerskip.reading import Reading
+from layerskip.reading import Reading, common_length
 
-__all__ = ["Memory", "common_length", "new_cache"]
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading tokens are the same."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+__all__ = ["Memory", "new_cache"]
 
 
 def new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | None) -> KVCache:

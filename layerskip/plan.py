@@ -40,6 +40,9 @@ class DraftPlan:
         draft_vocabulary: token ids that a self-draft scores, ascending; the others are never drafted. None: all. The
             head of a large vocabulary costs as much as several blocks; acceptance stays exact.
         num_draft_tokens: most tokens that the path, or the other model, drafts a round; 0: it drafts nothing.
+        num_siblings: further tokens that are proposed beside each of these drafts, and verified in the same pass, as a
+            tree; all are then chosen, not drawn. It takes drafts of one token after another, and processors that do
+            not look at the text; elsewhere, and in rounds of fixed shapes, chains are drafted.
         lookup_tokens: most tokens a round that are copied from where the text last went on from the same words (prompt
             lookup); 0: none. With both, each round uses the source that does better.
         confidence_threshold: a draft ends behind a token whose probability in the draft is below this; 0: never.
@@ -54,6 +57,7 @@ class DraftPlan:
     draft_model: Any = None
     draft_vocabulary: tuple[int, ...] | None = None
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    num_siblings: int = 0
     lookup_tokens: int = 0
     confidence_threshold: float = 0.0
     target: ModelIdentity | None = None
@@ -71,7 +75,7 @@ class DraftPlan:
             least = 1 if self.adapter is None else 0
             expected = f"a layer count from {least} to one less than the model has"
             self._set("exit_layer", _at_least(least, "exit_layer", self.exit_layer, expected))
-        for name in ("num_draft_tokens", "lookup_tokens"):
+        for name in ("num_draft_tokens", "num_siblings", "lookup_tokens"):
             self._set(name, _at_least(0, name, getattr(self, name), "an integer from 0"))
         if self.draft_vocabulary is not None:
             self._set("draft_vocabulary", _vocabulary(self.draft_vocabulary))
@@ -107,6 +111,11 @@ class DraftPlan:
             raise PlanError(
                 "got a plan with num_draft_tokens=0, which only looks tokens up, that says how a model drafts; "
                 "expected 1 or more, or none of skip_attention, skip_mlp, exit_layer, draft_model, draft_vocabulary."
+            )
+        if self.num_draft_tokens == 0 and self.num_siblings > 0:
+            raise PlanError(
+                f"got a plan with num_siblings={self.num_siblings} that only looks tokens up, one for each place; "
+                "expected num_draft_tokens from 1, or no num_siblings."
             )
         if self.num_draft_tokens == 0 and self.confidence_threshold > 0:
             raise PlanError(
@@ -191,7 +200,7 @@ class DraftPlan:
 
     @property
     def most_drafts(self) -> int:
-        """Most tokens that a round may draft."""
+        """Most tokens that a round may draft one behind the other."""
         return max(self.num_draft_tokens, self.lookup_tokens)
 
     def path(self, num_layers: int) -> tuple[Step, ...]:

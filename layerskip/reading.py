@@ -11,7 +11,13 @@ from torch import Tensor
 
 from layerskip.models.cache import KVCache
 
-__all__ = ["Reading", "read"]
+__all__ = ["Reading", "common_length", "read"]
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from layerskip.draft import Draft
 from layerskip.errors import SettingError, did_you_mean
 from layerskip.noise import Purpose, exponential_at, uniform
 from layerskip.sampling import distribution
-from layerskip.verify import accept_by_match, accept_by_ratio, race
+from layerskip.verify import accept_by_match, accept_by_ratio, accept_in_tree, race
 
 __all__ = ["RULES", "Acceptance", "AcceptanceRule", "Greedy", "Invariant", "Maximal", "draw_token", "make_rule"]
 
@@ -31,11 +31,13 @@ class Acceptance(NamedTuple):
         next_token: (batch,), the token after them.
         num_valid: (batch,), how many of a row's positions have a distribution at all; what is chosen from there on is
             void.
+        places: of a tree, where the accepted drafts and the token behind them were said (`accept_in_tree`).
     """
 
     accepted: Tensor
     next_token: Tensor
     num_valid: Tensor
+    places: Tensor | None = None
 
 
 class AcceptanceRule(Protocol):
@@ -64,6 +66,15 @@ class AcceptanceRule(Protocol):
         """
         ...
 
+    def rank(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
+    ) -> Tensor:
+        """The `count` different tokens that are likeliest to be accepted at each position, the best first.
+
+        Chosen, not drawn: (batch, tokens, count); other arguments as in `draw`.
+        """
+        ...
+
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """Decide about `draft` by the target's scores at its positions and one more."""
         ...
@@ -86,12 +97,17 @@ class Greedy:
         best = scores.max(dim=-1).indices  # on the CPU four times as fast as argmax in bfloat16
         return best if ids is None else ids[best], None
 
+    def rank(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
+    ) -> Tensor:
+        """See `AcceptanceRule.rank`."""
+        return _best(scores, count, ids)
+
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`."""
         best, choices = target_scores.max(dim=-1)
         valid = best > float("-inf")  # not of NaN
-        accepted = accept_by_match(draft.tokens, choices * valid, _counts(draft))
-        return Acceptance(*accepted, _leading_valid(valid))
+        return _matched(draft, choices * valid, valid)
 
 
 @dataclass
@@ -120,10 +136,18 @@ class Maximal:
         probs, _ = distribution(scores)
         return draw_token(probs, self.seeds, _counters(positions, round_index), Purpose.TOKEN, ids), probs
 
+    def rank(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
+    ) -> Tensor:
+        """See `AcceptanceRule.rank`."""
+        return _best(scores, count, ids)
+
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
-        """See `AcceptanceRule.accept`."""
+        """See `AcceptanceRule.accept`; a tree's tokens were chosen, so that the target's own draws decide."""
         target_probs, valid = distribution(target_scores)
         counters = _counters(positions, round_index)
+        if draft.tree is not None:
+            return _matched(draft, draw_token(target_probs, self.seeds, counters, Purpose.CORRECTION), valid)
         uniforms = uniform(self.seeds, counters[:, :-1], Purpose.ACCEPT, 1).squeeze(2)
         accepted, residual = accept_by_ratio(draft.tokens, draft.probs, target_probs, _counts(draft), uniforms)
         next_token = draw_token(residual.unsqueeze(1), self.seeds, counters[:, :1], Purpose.CORRECTION).squeeze(1)
@@ -152,12 +176,23 @@ class Invariant:
         probs, _ = distribution(scores)
         return draw_token(probs, self.seeds, positions, Purpose.TOKEN, ids), None  # acceptance does not ask for it
 
+    def rank(
+        self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
+    ) -> Tensor:
+        """See `AcceptanceRule.rank`: first what the same noise draws, then the likeliest of the others."""
+        drawn, _ = self.draw(scores, positions, round_index, ids)
+        best = _best(scores, count, ids)
+        # The drawn token's own place, or else the last one, is taken by the one before it, and so on.
+        places = torch.arange(count, device=best.device)
+        own = torch.where(best == drawn.unsqueeze(-1), places, count - 1).amin(dim=-1, keepdim=True)
+        shifted = best.gather(-1, (places - 1).clamp(min=0).expand_as(best))
+        return torch.where(places <= own, shifted, best).index_copy(-1, places[:1], drawn.unsqueeze(-1))
+
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`; the draft's distributions and `round_index` play no part."""
         target_probs, valid = distribution(target_scores)
         target_tokens = draw_token(target_probs, self.seeds, positions, Purpose.TOKEN)
-        accepted = accept_by_match(draft.tokens, target_tokens, _counts(draft))
-        return Acceptance(*accepted, _leading_valid(valid))
+        return _matched(draft, target_tokens, valid)
 
 
 RULES: dict[str, type[Maximal] | type[Invariant]] = {"maximal": Maximal, "invariant": Invariant}
@@ -195,6 +230,20 @@ def draw_token(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose,
         arrivals = probs[rows, tokens, columns] / exponential_at(seeds[rows], counters[rows, tokens], purpose, drawn)
         raced = torch.zeros(probs.shape, dtype=arrivals.dtype).index_put_((rows, tokens, columns), arrivals)
         best = raced.max(dim=-1).indices
+    return best if ids is None else ids[best]
+
+
+def _matched(draft: Draft, target_tokens: Tensor, valid: Tensor) -> Acceptance:
+    """By what the target itself chose behind the newest token and each draft, (batch, drafts + 1) each."""
+    if draft.tree is None:
+        return Acceptance(*accept_by_match(draft.tokens, target_tokens, _counts(draft)), _leading_valid(valid))
+    tree = draft.tree
+    accepted, following, places = accept_in_tree(draft.tokens, target_tokens, _counts(draft), tree.before, tree.sees)
+    return Acceptance(accepted, following, _leading_valid(valid.gather(1, places)), places)
+
+
+def _best(scores: Tensor, count: int, ids: Tensor | None) -> Tensor:
+    best = scores.topk(count, dim=-1).indices
     return best if ids is None else ids[best]
 
 

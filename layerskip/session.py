@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from layerskip.decoding import check_stream, check_streamer, decode, make_result
 from layerskip.engine import Commit, Engine
 from layerskip.errors import DecodingError, InputError, LayerSkipError, SettingError
-from layerskip.memory import Memory, common_length
+from layerskip.memory import Memory
+from layerskip.reading import common_length
 from layerskip.request import CallOptions, Request
 from layerskip.result import GenerationResult
 from layerskip.stream import Stream

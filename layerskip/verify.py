@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["accept_by_match", "accept_by_ratio", "race"]
+__all__ = ["accept_by_match", "accept_by_ratio", "accept_in_tree", "race"]
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:
@@ -89,6 +89,34 @@ def accept_by_match(draft_tokens: Tensor, target_tokens: Tensor, num_drafted: Te
     stands = draft_tokens == target_tokens[:, : draft_tokens.shape[1]]
     accepted = _leading(stands, num_drafted)
     return accepted, target_tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
+
+
+def accept_in_tree(
+    draft_tokens: Tensor, target_tokens: Tensor, num_drafted: Tensor, before: Tensor, sees: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`accept_by_match` in a tree: the drafts stand that lie on the path which the target's own choices take.
+
+    What the target draws behind a token does not depend on what is proposed there, so the output is what it alone would
+    have said, whatever the tree (SpecInfer's "naive sampling", Miao et al. 2024; for tokens that were chosen, not
+    drawn, no rule accepts more).
+
+    Args:
+        draft_tokens: (batch, drafts), int64; children of one token differ.
+        target_tokens: (batch, drafts + 1), int64, behind the newest token and each draft.
+        num_drafted: (batch,), how many of a row's drafts are real.
+        before, sees: see `Tree`.
+
+    Returns:
+        The number of drafts that stand, (batch,), the token behind them, (batch,), and where the target said these
+        tokens, (batch, drafts + 1): 0 behind the newest one, ``i + 1`` behind draft `i`; from there on void.
+    """
+    tokens = torch.arange(target_tokens.shape[1], device=draft_tokens.device)
+    stands = (draft_tokens == target_tokens.gather(1, before)) & (tokens[:-1] < num_drafted.unsqueeze(1))
+    falls = torch.nn.functional.pad(~stands, (1, 0))
+    is_reached = ~(sees & falls.unsqueeze(1)).any(dim=2)
+    accepted = is_reached.sum(dim=1) - 1
+    places = torch.where(is_reached, tokens, len(tokens)).sort(dim=1).values.clamp(max=len(tokens) - 1)
+    return accepted, target_tokens.gather(1, places.gather(1, accepted.unsqueeze(1))).squeeze(1), places
 
 
 def _at(probs: Tensor, tokens: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class KVCache:
         if span.slot is not None:
             entries.narrow(2, span.slot, span.tokens).copy_(new.transpose(1, 2))
         else:
-            entries[span.rows, :, span.positions] = new
+            entries[span.rows, :, span.slots] = new
         return self.keys[block].narrow(2, 0, span.visible), self.values[block].narrow(2, 0, span.visible)
 
     def keep(self, behind: int, hidden: Tensor, span: Span) -> None:
@@ -200,7 +200,7 @@ class KVCache:
         if span.slot is not None:
             states.narrow(1, span.slot, span.tokens).copy_(hidden)
         else:
-            states[span.rows, span.positions] = hidden
+            states[span.rows, span.slots] = hidden
 
     def note(self, blocks: Sequence[int], span: Span, exact_blocks: int) -> None:
         """Record that `blocks` were written by a pass whose first `exact_blocks` blocks saw the full model's states.
@@ -219,6 +219,17 @@ class KVCache:
         assert (starts <= self._exact[exact]).all(), f"gap: wrote from {starts}, held {self._exact[exact]}"
         self._exact[exact] = starts + span.tokens
         self._exact[inexact] = np.minimum(self._exact[inexact], starts)
+
+    def move(self, row: int, sources: Sequence[int], to: int) -> None:
+        """Bring the model's own entries of `row` from the slots `sources` to the slots from `to` on, and its states.
+
+        What was accepted of a tree of drafts stands between what was not.
+        """
+        slots, end = torch.tensor(sources), to + len(sources)
+        for entries in self._entries[: len(self._exact)]:
+            entries[row, :, to:end] = entries[row, :, slots.to(entries.device)]
+        for states in self.states.values():
+            states[row, to:end] = states[row, slots.to(states.device)]
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Set the committed length of each row; all beyond it (rejected drafts) is void from now on.

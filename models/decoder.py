@@ -29,6 +29,7 @@ from layerskip.models.preparation import Preparation, prepare_linears
 from layerskip.models.rotary import Rotary
 from layerskip.models.span import HiddenSlots, Span
 from layerskip.models.stored import device_of, plain_parts
+from layerskip.models.tree import Tree
 
 __all__ = ["Decoder", "Forward", "Head", "Step"]
 
@@ -215,6 +216,7 @@ class Decoder:
         visible: int | None = None,
         slot: int | None = None,
         hidden_slots: HiddenSlots | None = None,
+        tree: Tree | None = None,
     ) -> Span:
         """The positions ``starts[b] … starts[b] + tokens - 1`` of each row `b`.
 
@@ -222,7 +224,7 @@ class Decoder:
             starts: numbers, or (batch,), int64, on the first block's device (see `Span`).
             visible: cache slots to read, if more than the pass needs: attention over another number of slots rounds
                 differently in low precision, so passes that must agree to the last bit read the same number.
-            slot, hidden_slots: see `Span`.
+            slot, hidden_slots, tree: see `Span`.
         """
         return Span(
             starts,
@@ -234,6 +236,7 @@ class Decoder:
             device=self.device,
             slot=slot,
             hidden_slots=hidden_slots,
+            tree=tree,
         )
 
     def embed(self, token_ids: Tensor, span: Span | None = None) -> Tensor:

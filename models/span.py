@@ -1,7 +1,8 @@
 """The positions that one forward pass covers, and what every block of that pass shares: rotary tables and masks.
 
 Row `b` of a pass covers the positions ``starts[b] … starts[b] + tokens - 1``. One class serves a prompt, one new
-token, a verification of several tokens, and rows of different lengths.
+token, a verification of several tokens, and rows of different lengths. Of a tree of tokens several may stand at one
+position; then places in the cache go on by one a token, and positions by one a generation.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from layerskip.models.tree import Tree
 
 __all__ = ["Span"]
 
@@ -27,6 +30,7 @@ class Span:
         start: the common first position, None when the rows differ, or only the device knows.
         visible: cache slots that the pass reads, at least those that its longest row may see.
         slot: the cache slot that every row's first position is written to; None: each row's own, which is its position.
+        tree: which token follows which; None: each the one before it.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Span:
         device: torch.device,
         slot: int | None = None,
         hidden_slots: HiddenSlots | None = None,
+        tree: Tree | None = None,
     ) -> None:
         """See the class.
 
@@ -60,6 +65,7 @@ class Span:
         self.visible = max(self.starts) + tokens if visible is None else visible
         self.start = self.starts[0] if len(set(self.starts)) == 1 else None
         self.slot = self.start if slot is None else slot
+        self.tree = None if tree is None else tree.to(device)
         self._group, self._tables, self._dtype, self._device = group, tables, dtype, device
         self._hidden_slots = hidden_slots or self._behind
         self._masks: dict[int | None, Tensor | None] = {}
@@ -79,6 +85,7 @@ class Span:
                 device=device,
                 slot=self.slot,
                 hidden_slots=None if self._hidden_slots == self._behind else self._hidden_slots,
+                tree=self.tree,
             )
             moved._moved = self._moved  # so that the way back leads to this span, masks and all
         return self._moved[device]
@@ -89,6 +96,7 @@ class Span:
         It stays as it is, too, where the caller has decided what is read, where it is written, or what is seen.
         """
         is_plain = self._first is None and self.slot == self.start and self._hidden_slots == self._behind
+        is_plain = is_plain and self.tree is None
         if not is_plain or self.visible != self.end or self.end + tokens > capacity:
             return self
         return Span(
@@ -102,12 +110,17 @@ class Span:
 
     @property
     def end(self) -> int:
-        """One past the last position of the longest row."""
+        """One past the last slot of the longest row."""
         return max(self.starts) + self.tokens
 
     @cached_property
     def positions(self) -> Tensor:
         """(batch, tokens), int64."""
+        return self.slots if self.tree is None else self.slots[:, :1] + self.tree.depths
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where in the cache each row's tokens stand, if there is no common `slot`: (batch, tokens), int64."""
         first = torch.tensor(self.starts, device=self._device) if self._first is None else self._first
         return first.unsqueeze(1) + torch.arange(self.tokens, device=self._device)
 
@@ -124,7 +137,7 @@ class Span:
         return found
 
     def _of_positions(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if self.start is not None:
+        if self.start is not None and self.tree is None:
             cos, sin = cos[None, self.start : self.end], sin[None, self.start : self.end]
         else:
             cos, sin = cos[self.positions], sin[self.positions]
@@ -135,7 +148,7 @@ class Span:
 
         SDPA aligns its causal mask to the top left, which is wrong as soon as the cache holds earlier positions.
         """
-        whole = self.start == 0 and self.visible == self.tokens > 1
+        whole = self.start == 0 and self.visible == self.tokens > 1 and self.tree is None
         return whole and (window is None or self.visible <= window)
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -159,9 +172,24 @@ class Span:
 
     def _behind(self, window: int | None) -> Tensor:
         """Slots behind each query, and those that its window has left behind: (batch or 1, 1, tokens, visible)."""
+        if self.tree is not None:
+            return self._outside(self.tree, window)
         positions = self.positions if self.start is None else self.positions[:1]
         queries, slots = positions[:, None, :, None], torch.arange(self.visible, device=self._device)
         hidden = slots > queries
         if window is not None:
             hidden = hidden | (slots <= queries - window)
         return hidden
+
+    def _outside(self, tree: Tree, window: int | None) -> Tensor:
+        """The same of a tree: slots that are not committed, but for what each query sees among its pass's own tokens.
+
+        (batch, 1, tokens, visible).
+        """
+        slots = torch.arange(self.visible, device=self._device)
+        hidden = (slots >= self.slots[:, :1]).unsqueeze(1).repeat(1, self.tokens, 1)
+        hidden.scatter_(2, self.slots.unsqueeze(1).expand(-1, self.tokens, -1), ~tree.sees)
+        if window is not None:
+            held = slots.expand(self.batch, -1).scatter(1, self.slots, self.positions)
+            hidden |= held.unsqueeze(1) <= self.positions.unsqueeze(2) - window
+        return hidden.unsqueeze(1)

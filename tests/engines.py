@@ -34,6 +34,7 @@ def make_engine(
     governor: str = "off",
     adapter: Adapter | None = None,
     pass_width: int | None = None,
+    num_siblings: int = 0,
     **settings,
 ) -> Engine:
     """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are.
@@ -54,7 +55,9 @@ def make_engine(
     decoder = Decoder(model)
     planned = {}
     if make_drafter is not None:
-        planned["drafter"] = PlannedDrafter(partial(make_drafter, decoder), 0.1, max_drafts, adapter=adapter)
+        planned["drafter"] = PlannedDrafter(
+            partial(make_drafter, decoder), 0.1, max_drafts, adapter=adapter, num_siblings=num_siblings
+        )
     return build_engine(decoder, request, planned, tokenizer)
 
 

@@ -61,6 +61,9 @@ DRAFTS = {
     "lookup and exit": DraftPlan.exit(1, num_draft_tokens=2, lookup_tokens=1),
     "lookup and model": DraftPlan.model(tiny_vocabulary_model(1), num_draft_tokens=1, lookup_tokens=2),
     "few ids": DraftPlan.exit(1, num_draft_tokens=2, draft_vocabulary=[1, 3, 5]),
+    "tree": DraftPlan.exit(1, num_draft_tokens=2, num_siblings=2),
+    "tree of few ids": DraftPlan.exit(1, num_draft_tokens=2, num_siblings=1, draft_vocabulary=[1, 3, 5]),
+    "tree and lookup": DraftPlan.exit(1, num_draft_tokens=2, num_siblings=2, lookup_tokens=1),
 }
 LEAST = {"lookup": 0.03, "few ids": 0.1}  # acceptance: the repetition penalty makes copies rare
 

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from layerskip.draft import Draft
+from layerskip.draft import Draft, Node, tree_draft
 from layerskip.models.decoder import Forward
 from layerskip.rules import AcceptanceRule
 from layerskip.sampling import Sampler
@@ -39,6 +39,8 @@ class DraftContext:
             token itself unverified would bias the output.)
         vocab_size: of the target.
         chunk: most tokens of a row that are read in one pass; None: all.
+        num_siblings: further tokens to propose beside each draft of a chain, which costs nothing but their places in
+            the verification pass. All are then chosen, not drawn.
     """
 
     sampler: Sampler
@@ -47,6 +49,7 @@ class DraftContext:
     confidence_threshold: float
     vocab_size: int
     chunk: int | None = None
+    num_siblings: int = 0
 
 
 class Drafter(Protocol):
@@ -113,35 +116,38 @@ def draft_chain(
     Returns:
         A draft of as many steps as the longest row took.
     """
-    needs_confidence = goes_on is not None or context.confidence_threshold > 0
-    num_drafted = [0] * state.batch
-    confidences: list[list[float]] = [[] for _ in limits]
+    needs_confidence = goes_on is not None or context.confidence_threshold > 0 or context.num_siblings > 0
+    chains: list[list[Node]] = [[] for _ in limits]
+    beside: list[list[Node]] = [[] for _ in limits]
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
     live = [limit > 0 for limit in limits]
     while len(tokens) < max(limits) and any(live):
         offset = len(tokens)
         logits = next_logits(offset)
-        token, step_probs = _draw(logits, context, state, offset, live, vocabulary)
-        tokens.append(token)
+        ranked, step_probs = _draw(logits, context, state, offset, live, vocabulary)
+        tokens.append(ranked[:, :1])
         if step_probs is not None:
             probs.append(step_probs)
-        sureness = (
-            _confidence(logits, token, vocabulary).flatten().tolist() if needs_confidence else [1.0] * state.batch
-        )
-        told = [sure if alive else None for sure, alive in zip(sureness, live, strict=True)]
+        sureness = _confidence(logits, ranked, vocabulary).tolist() if needs_confidence else [[1.0]] * state.batch
+        told = [sure[0] if alive else None for sure, alive in zip(sureness, live, strict=True)]
         wanted = goes_on(offset, told) if goes_on is not None else live
-        for row, (token_id, sure) in enumerate(zip(token.flatten().tolist(), sureness, strict=True)):
+        for row, each in enumerate(zip(ranked.tolist(), sureness, strict=True)):
             if live[row]:
-                num_drafted[row] += 1
-                confidences[row].append(sure)
-                may_go_on = num_drafted[row] < limits[row] and token_id not in context.eos_ids
-                live[row] = may_go_on and wanted[row] and sure >= context.confidence_threshold
+                node, *siblings = (Node(token_id, offset, sure) for token_id, sure in zip(*each, strict=True))
+                chains[row].append(node)
+                beside[row] += siblings
+                may_go_on = len(chains[row]) < limits[row] and node.token_id not in context.eos_ids
+                live[row] = may_go_on and wanted[row] and node.confidence >= context.confidence_threshold
+    lengths = [len(chain) for chain in chains]
+    if context.num_siblings:
+        rows = [[*chain, *siblings] for chain, siblings in zip(chains, beside, strict=True)]
+        return tree_draft(rows, lengths, state.token_ids.device)
     return Draft(
         torch.cat(tokens, dim=1),
-        num_drafted,
+        lengths,
         torch.cat(probs, dim=1) if probs else None,
-        confidences=confidences if needs_confidence else [],
+        confidences=[[node.confidence for node in chain] for chain in chains] if needs_confidence else [],
     )
 
 
@@ -177,13 +183,22 @@ def _draw(
     live: Sequence[bool],
     vocabulary: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The draft at `offset`, (batch, 1), written behind the tokens before it, and its distribution."""
+    """The draft at `offset`, written behind the tokens before it, and its distribution.
+
+    Returns:
+        (batch, 1 + siblings), the draft and those beside it; and (batch, 1, vocab) or None.
+    """
     sampler, where = context.sampler, state.indices(offset)
     if vocabulary is not None and not sampler.prefix_free:  # such processors look ids up by their place
         logits, vocabulary = _everywhere(logits, vocabulary, context.vocab_size, float("-inf")), None
     counts = None if sampler.prefix_free else [int(each) for each in live]
     prefix_lengths = [length + offset for length in state.lengths]
     scores = sampler.scores(logits, state.token_ids, prefix_lengths, counts)
+    if context.num_siblings:
+        count = min(1 + context.num_siblings, scores.shape[-1])
+        ranked = context.rule.rank(scores, where.unsqueeze(1), state.round_tensor, count, vocabulary).squeeze(1)
+        state.token_ids[state.rows, where] = ranked[:, 0]
+        return ranked, None
     token, probs = context.rule.draw(scores, where.unsqueeze(1), state.round_tensor, vocabulary)
     if vocabulary is not None and probs is not None:
         probs = _everywhere(probs, vocabulary, context.vocab_size, 0.0)
@@ -197,6 +212,6 @@ def _everywhere(values: Tensor, vocabulary: Tensor, vocab_size: int, elsewhere: 
 
 
 def _confidence(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> Tensor:
-    """Raw probability (before processors) of `token` (batch, 1) among the ids that were scored: (batch, 1)."""
+    """Raw probability (before processors) of each of `token` (batch, n) among the ids that were scored: (batch, n)."""
     index = token if vocabulary is None else torch.searchsorted(vocabulary, token)
-    return logits.float().softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return logits.float().softmax(-1).squeeze(1).gather(-1, index)

@@ -15,7 +15,7 @@ from layerskip.draft import Draft, empty_draft
 from layerskip.drafters.base import DraftContext, GoesOn, draft_chain
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
-from layerskip.reading import Reading, read
+from layerskip.reading import Reading, common_length, read
 from layerskip.state import DecodeState
 
 __all__ = ["ModelDrafter"]
@@ -28,6 +28,7 @@ class ModelDrafter:
         """`decoder` is the smaller model's."""
         self.decoder = decoder
         self.context = context
+        self._fed: list[list[int]] = []  # of each row, the drafts that it was fed in this round
 
     def begin(self, state: DecodeState) -> None:
         """Read the prompts."""
@@ -66,15 +67,19 @@ class ModelDrafter:
             return self._feed(state, self._reading.held if offset == 0 else [end - 1 for end in ends], ends)
 
         draft = draft_chain(next_logits, self.context, state, limits, goes_on)
-        # Where nothing was to be drafted the chain's tokens may be written over by another drafter's.
-        fed = draft.tokens.shape[1]
-        self._reading.held = [
-            length - 1 + (fed if limit else 1) for length, limit in zip(state.lengths, limits, strict=True)
-        ]
+        # Behind the newest token all of a row's chain was fed, but for the last token of the longest. Nothing else is
+        # known to have been: another drafter's tokens may stand where nothing was to be drafted.
+        chains = zip(draft.tokens.tolist(), draft.lengths, strict=True)
+        self._fed = [tokens[: min(count, draft.steps - 1)] for tokens, count in chains]
+        self._reading.held = [length + len(fed) for length, fed in zip(state.lengths, self._fed, strict=True)]
         return draft
 
     def observe(self, state: DecodeState) -> None:
-        """Keep what was fed and stands."""
+        """Keep what was fed and stands; of a tree of drafts it may be another token that does."""
+        for row, fed in enumerate(self._fed):
+            before = self._reading.held[row] - len(fed)
+            self._reading.held[row] = before + common_length(fed, state.texts[row][before:])
+        self._fed = []
         self._reading.held = [
             min(held, length - 1) for held, length in zip(self._reading.held, state.lengths, strict=True)
         ]

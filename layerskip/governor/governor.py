@@ -10,13 +10,15 @@ stays exact.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, product
+from itertools import accumulate, product, takewhile, zip_longest
 from operator import mul
+from statistics import mean
 from typing import Any, Protocol
 
-from layerskip.draft import Draft
+from layerskip.draft import Draft, Node, nodes_of, tree_draft
 from layerskip.drafters.base import GoesOn
 from layerskip.governor.acceptance import HOPE_WEIGHT, AcceptanceRecord
 from layerskip.governor.costs import Costs
@@ -27,6 +29,9 @@ Grades = Mapping[str, Sequence[int | None]]
 """By source, `Drafter.outlook` of each row."""
 
 _CAREFUL_ROUNDS = 2  # of a row with a source that costs time: one draft each, since its prior is mere hope
+_STRETCH = 4  # further columns of a pass over which the price of one is taken: that of the next alone is noise
+_LEAST_PRICE = 0.005  # of a plain step, of a column
+_WINDOW = 9  # trees whose width is remembered
 _LEAST_GAIN = 0.02  # expected tokens below which a row drafts nothing, even where others' drafts make it free
 
 
@@ -39,12 +44,14 @@ class Source:
         cost_ratio: of one step in plain steps, a guess until measured; 0: free, and all its drafts come at once.
         priors: acceptance to assume at first, by grade and offset added up (`AcceptanceRecord`).
         prior_weight: how firmly, in observations.
+        num_siblings: tokens that it proposes beside each draft.
     """
 
     most: int
     cost_ratio: float
     priors: Sequence[float] = (0.8, 0.8, 0.8, 0.8)
     prior_weight: float = HOPE_WEIGHT
+    num_siblings: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,26 @@ class Governor(Protocol):
         """What a draft asks behind each token; None: nothing."""
         ...
 
-    def learn(self, decision: Decision, drafts: Mapping[str, Draft], accepted: Sequence[int | None]) -> None:
-        """`accepted`: of each row's drafts, None for a row that was finished."""
+    def trimmed(self, source: str, decision: Decision, draft: Draft) -> Draft:
+        """`draft` without the tokens beside its chains that are not worth their places in the verification pass.
+
+        They were chosen, and what the target draws does not depend on them: to leave some out biases nothing.
+        """
+        ...
+
+    def learn(
+        self,
+        decision: Decision,
+        drafts: Mapping[str, Draft],
+        accepted: Sequence[int | None],
+        beside: Sequence[bool] = (),
+    ) -> None:
+        """Learn what became of a round's drafts.
+
+        Args:
+            accepted: of each row's chain, None for a row that was finished.
+            beside: whether a token beside the chain was accepted, row by row; none: nowhere.
+        """
         ...
 
     def note_times(self, draft_s: Mapping[str, tuple[int, float]], width: int, verify_s: float) -> None:
@@ -110,7 +135,17 @@ class Always:
         """See `Governor.goes_on`."""
         return None
 
-    def learn(self, decision: Decision, drafts: Mapping[str, Draft], accepted: Sequence[int | None]) -> None:
+    def trimmed(self, source: str, decision: Decision, draft: Draft) -> Draft:
+        """All of it."""
+        return draft
+
+    def learn(
+        self,
+        decision: Decision,
+        drafts: Mapping[str, Draft],
+        accepted: Sequence[int | None],
+        beside: Sequence[bool] = (),
+    ) -> None:
         """Nothing."""
 
     def note_times(self, draft_s: Mapping[str, tuple[int, float]], width: int, verify_s: float) -> None:
@@ -131,6 +166,8 @@ class WorthIt:
         """`costs`: measured, or given."""
         self.sources = sources
         self.costs = costs
+        # How many columns of the pass the last trees took beside their chains.
+        self._beside: dict[str, deque[int]] = {name: deque(maxlen=_WINDOW) for name in sources}
         self._records = {
             name: [AcceptanceRecord(each.priors, each.prior_weight) for _ in range(batch)]
             for name, each in sources.items()
@@ -162,7 +199,7 @@ class WorthIt:
                 grade = grades[row] or 0
                 is_live = confidence is not None and limits[row] > offset + 1
                 reach[row] *= records[row].expected_of(grade, offset, confidence) if is_live and confidence else 0.0
-                chances.append(reach[row] * records[row].expected(grade, offset + 1))
+                chances.append(reach[row] * records[row].expected_with(grade, offset + 1))
             # Another step costs the same for one row as for all.
             price = self.costs.draft(source) + self.costs.verify(offset + 3) - self.costs.verify(offset + 2)
             is_worth_it = sum(chances) > price * decision.rate
@@ -170,15 +207,51 @@ class WorthIt:
 
         return goes_on
 
-    def learn(self, decision: Decision, drafts: Mapping[str, Draft], accepted: Sequence[int | None]) -> None:
+    def trimmed(self, source: str, decision: Decision, draft: Draft) -> Draft:
+        """See `Governor.trimmed`: another column of the pass costs the same for one row as for all."""
+        if draft.tree is None:
+            return draft
+        width, nodes = 1 + draft.steps, nodes_of(draft)
+        price = (self.costs.verify(width + _STRETCH) - self.costs.verify(width)) / _STRETCH
+        price = max(price, _LEAST_PRICE * self.costs.verify(1)) * decision.rate
+        ranked = [self._siblings(source, row, of_row, decision, draft) for row, of_row in enumerate(nodes)]
+        columns = zip_longest(*([chance for chance, _ in of_row] for of_row in ranked), fillvalue=0.0)
+        worth = sum(1 for _ in takewhile(lambda chances: sum(chances) >= price, columns))
+        kept = [
+            [*of_row[:length], *(node for chance, node in siblings[:worth] if chance >= _LEAST_GAIN)]
+            for of_row, length, siblings in zip(nodes, draft.lengths, ranked, strict=True)
+        ]
+        self._beside[source].append(max(map(len, kept)) - draft.steps)
+        return tree_draft(kept, draft.lengths, draft.tokens.device)
+
+    def _siblings(
+        self, source: str, row: int, nodes: Sequence[Node], decision: Decision, draft: Draft
+    ) -> list[tuple[float, Node]]:
+        """What stands beside a row's chain, with the chance that it is accepted, the likeliest first."""
+        record, grade = self._records[source][row], decision.grades[source][row] or 0
+        chain, siblings = nodes[: draft.lengths[row]], nodes[draft.lengths[row] :]
+        stands = (record.expected_of(grade, offset, node.confidence) for offset, node in enumerate(chain))
+        reach = [*accumulate(stands, mul, initial=1.0)]  # of the token behind which a node stands
+        chances = [(reach[node.parent] * node.confidence, node) for node in siblings]
+        return sorted(chances, key=lambda each: each[0], reverse=True)
+
+    def learn(
+        self,
+        decision: Decision,
+        drafts: Mapping[str, Draft],
+        accepted: Sequence[int | None],
+        beside: Sequence[bool] = (),
+    ) -> None:
         """See `Governor.learn`."""
         for name, records in self._records.items():
             draft = drafts.get(name)
             for row, record in enumerate(records):
-                stood, count = accepted[row], 0 if draft is None else draft.num_drafted[row]
+                stood, count = accepted[row], 0 if draft is None else draft.lengths[row]
                 if count and stood is not None and draft is not None:
-                    confidences = draft.confidences[row] if draft.confidences else ()
+                    confidences = draft.confidences[row][:count] if draft.confidences else ()
                     record.record(decision.grades[name][row] or 0, confidences, count, stood)
+                    if self.sources[name].num_siblings and stood < count:
+                        record.note_beside(bool(beside) and beside[row])
                 else:
                     record.rest()
 
@@ -209,13 +282,22 @@ class WorthIt:
             is_known = record.rounds >= _CAREFUL_ROUNDS or source.cost_ratio == 0
             longest = min(room, most if is_known else 1)
             chances = record.reach(grade, longest) if grade is not None and longest > 0 else []
+            if source.num_siblings:  # a step's tokens are gained by its draft, or by one beside it
+                chances = [
+                    chance + (before - chance) * record.beside
+                    for before, chance in zip((1.0, *chances), chances, strict=False)
+                ]
             rows.append(list(accumulate((chance for chance in chances if chance >= _LEAST_GAIN), initial=0.0)))
         return [[row[min(k, len(row) - 1)] for row in rows] for k in range(max(map(len, rows)))]
 
     def _best_lengths(self, gains: Mapping[str, list[list[float]]], running: int) -> tuple[dict[str, int], float]:
         """The length of each source's drafts that gives most tokens per time, and that rate."""
         drafting = [self.costs.draft(name) for name in gains]
-        verifying = [self.costs.verify(drafts + 1) for drafts in range(max(map(len, gains.values())))]
+        # A tree is wider than its chain, by as much as the last ones were.
+        beside = max((round(mean(each)) for each in self._beside.values() if each), default=0)
+        verifying = [
+            self.costs.verify(1 + drafts + (beside if drafts else 0)) for drafts in range(max(map(len, gains.values())))
+        ]
         best, best_rate = (0,) * len(gains), 0.0
         for lengths in product(*map(range, map(len, gains.values()))):
             of_sources = (of_source[k] for of_source, k in zip(gains.values(), lengths, strict=True))
