@@ -15,7 +15,7 @@ import transformers
 
 import layerskip
 
-__all__ = ["conditions"]
+__all__ = ["conditions", "program_conditions"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,11 +24,7 @@ def conditions(model: layerskip.Model, prompts: Sequence[str]) -> dict[str, Any]
     """Everything that a reader needs to repeat or to discount a measurement of `model` on `prompts`."""
     decoder = model.decoder
     return {
-        "command": " ".join([Path(sys.executable).name, "-m", *_program()]),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **program_conditions(),
         "processor": _processor(),
         "device": str(decoder.device),
         "accelerator": torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else None,
@@ -39,6 +35,17 @@ def conditions(model: layerskip.Model, prompts: Sequence[str]) -> dict[str, Any]
         "weights": model.identity.weights,
         "prompts": len(prompts),
         "prompts_sha256": hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16],
+    }
+
+
+def program_conditions() -> dict[str, Any]:
+    """What was run, of which state of the code: all that a figure depends on that is only computed."""
+    return {
+        "command": " ".join([Path(sys.executable).name, "-m", *_program()]),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "interleaved",
     "machine_bandwidth",
     "pass_costs",
+    "pass_grid",
     "resident_bytes",
     "watched_memory",
 ]
@@ -53,13 +54,18 @@ def interleaved(device: torch.device, programs: Mapping[Any, Callable[[], object
 
 
 class _Passes:
-    """Passes at one place of a cache: `CONTEXT` committed tokens of random ids in every row."""
+    """Passes at one place of a cache: `context` committed tokens of random ids in every row."""
 
-    def __init__(self, decoder: Decoder, batch: int, recorded: bool, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, batch: int, recorded: bool, adapter: Adapter | None = None, context: int = CONTEXT
+    ) -> None:
         self.decoder, self.batch, self.adapter = decoder, batch, adapter
-        self.context = min(CONTEXT, decoder.max_positions - max(WIDTHS))
+        self.context = min(context, decoder.max_positions - max(WIDTHS))
+        self.slots = SLOTS
+        while self.slots < self.context + max(WIDTHS):
+            self.slots *= 2
         needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
-        self.cache = decoder.new_cache(batch, SLOTS, *needs)
+        self.cache = decoder.new_cache(batch, self.slots, *needs)
         self.recorder: Recorder | None = CudaGraphs(decoder.device) if recorded else None
         self.starts = torch.full((batch,), self.context, device=decoder.device)
         span = decoder.span([0] * batch, self.context)
@@ -87,7 +93,7 @@ class _Passes:
 
         def timed() -> None:
             if recorder is not None:  # with positions that only the device knows the cache keeps no books
-                (chosen,) = recorder(key, lambda: run(self.starts, SLOTS))
+                (chosen,) = recorder(key, lambda: run(self.starts, self.slots))
                 chosen.tolist()
             else:
                 run([self.context] * self.batch, None)[0].tolist()
@@ -122,6 +128,29 @@ def pass_costs(decoder: Decoder, batch: int = 1, *, recorded: bool = False, repe
         "pass_s": seconds,
         "in_plain_steps": {width: lap / seconds[1] for width, lap in seconds.items()},
     }
+
+
+@torch.inference_mode()
+def pass_grid(
+    decoder: Decoder,
+    batches: Sequence[int],
+    widths: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    recorded: bool = False,
+    repeats: int = REPEATS,
+) -> dict[tuple[int, int, int], float]:
+    """Seconds of a pass of the full model by (batch, width, context), all in turn.
+
+    So that what the machine does meanwhile falls on all of them; hence the caches of all are held at once.
+    """
+    programs = {}
+    for context in contexts:
+        for batch in batches:
+            passes = _Passes(decoder, batch, recorded, context=context)
+            for width in widths:
+                programs[batch, width, context] = passes.program((batch, width, context), width)
+    return interleaved(decoder.device, programs, repeats)
 
 
 @torch.inference_mode()

@@ -37,6 +37,8 @@ class Inspection:
         attention_parameters, mlp_parameters: of each layer's two sub-blocks, norms included; a norm that both read is
             counted with attention.
         mlp_step_parameters: of these, those that one token's step reads: of experts, the chosen.
+        num_experts, experts_per_token: of a layer that has experts, and how many of them a token comes to; 0: no layer
+            has any.
         embedding_parameters: of the token embedding.
         position_parameters: of learned positions.
         head_parameters: of the final norm and the head, which every step runs, drafts too.
@@ -59,6 +61,8 @@ class Inspection:
     attention_parameters: tuple[int, ...]
     mlp_parameters: tuple[int, ...]
     mlp_step_parameters: tuple[int, ...]
+    num_experts: int
+    experts_per_token: int
     embedding_parameters: int
     position_parameters: int
     head_parameters: int
@@ -117,6 +121,7 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     described, rotary = layers_of(config, family), getattr(config, "rope_parameters", None)
     layers = list(model.get_submodule(family.layers).children())
     embedding, head = model.get_submodule(family.embedding), model.get_submodule(family.head)
+    num_experts = max(_count_experts(layer, family) for layer in layers)
     return Inspection(
         architecture=architecture,
         family=config.model_type,
@@ -136,6 +141,8 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
         mlp_step_parameters=tuple(
             _count_mlp(layer, family) - _count_unchosen(layer, family, config) for layer in layers
         ),
+        num_experts=num_experts,
+        experts_per_token=config.num_experts_per_tok if num_experts else 0,
         embedding_parameters=count_values(embedding),
         position_parameters=model.get_parameter(family.positions).numel() if family.positions else 0,
         head_parameters=count_values(head) + count_values(model.get_submodule(family.final_norm)),
@@ -173,9 +180,16 @@ def _count_mlp(layer: nn.Module, family: Family) -> int:
     return sum(count_values(layer.get_submodule(name)) for name in parts if name is not None)
 
 
+def _experts(layer: nn.Module, family: Family) -> list[nn.Parameter]:
+    """The matrices of all experts, each stacked (experts, …); none where there are no experts."""
+    experts = dict(layer.named_modules()).get(family.experts or "")
+    return list(experts.parameters()) if family.experts and experts is not None else []
+
+
+def _count_experts(layer: nn.Module, family: Family) -> int:
+    return next((len(each) for each in _experts(layer, family)), 0)
+
+
 def _count_unchosen(layer: nn.Module, family: Family, config: Any) -> int:
     """Parameters of the experts that one token does not come to; 0 where there are none."""
-    experts = dict(layer.named_modules()).get(family.experts or "")
-    if not family.experts or experts is None:
-        return 0
-    return sum(each.numel() * (len(each) - config.num_experts_per_tok) // len(each) for each in experts.parameters())
+    return sum(each.numel() * (len(each) - config.num_experts_per_tok) // len(each) for each in _experts(layer, family))

@@ -31,6 +31,7 @@ from layerskip.models.span import Span
 from layerskip.sampling import Sampler, distribution
 from layerskip.search.outcome import TextOutcome, anchors_of
 from layerskip.search.texts import Text
+from layerskip.speedup import overlap
 from layerskip.training.rollout import rollout
 
 __all__ = ["Replay"]
@@ -179,11 +180,11 @@ class Replay:
                 hidden, norm = self._run(path, part, anchors), None
             else:
                 hidden, norm = self._run_trained(adapter, part, anchors, length), adapter.final_norm
-            stands, overlap = self._score(hidden[_valid(part)], part, head, norm)
+            stands, shared = self._score(hidden[_valid(part)], part, head, norm)
             return [
                 TextOutcome(mine, overlaps, each)
                 for mine, overlaps, each in zip(
-                    stands.split(part.counts), overlap.split(part.counts), anchors, strict=True
+                    stands.split(part.counts), shared.split(part.counts), anchors, strict=True
                 )
             ]
 
@@ -255,8 +256,8 @@ class Replay:
                 *(each.split(_HEAD_POSITIONS) for each in (hidden, finals, next_tokens)), strict=True
             )
         ]
-        stands, overlap = (torch.cat(each).to("cpu", torch.float64) for each in zip(*scored, strict=True))
-        return stands, overlap
+        stands, shared = (torch.cat(each).to("cpu", torch.float64) for each in zip(*scored, strict=True))
+        return stands, shared
 
     def _score_some(
         self, hidden: Tensor, finals: Tensor, next_tokens: Tensor, head: Head | None, norm: Norm | None
@@ -283,7 +284,7 @@ class Replay:
         drafted, targeted = (probs.gather(2, next_tokens[None, :, None]) for probs in (draft_probs, target_probs))
         # By rounding, top-k and the like may leave out here what they did not when the text was drawn.
         ratio = torch.where(targeted > 0, drafted / targeted, (drafted > 0).to(drafted.dtype))
-        return ratio.clamp(max=1).flatten(), torch.minimum(draft_probs, target_probs).sum(-1).flatten()
+        return ratio.clamp(max=1).flatten(), overlap(target_probs, draft_probs).flatten()
 
     def _read(self, first: int, texts: Sequence[Text], kept: frozenset[int], read: frozenset[int]) -> _Batch:
         """Run the full model over some texts, keeping what candidates need of it.
