@@ -7,20 +7,35 @@ are taken when its streamer is given tokens. Both count decoding from the first 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import layerskip
+from experiments.measuring import PeakMemory, watched_memory
 from experiments.subjects import Prompt
 from layerskip.models.loading import quiet
 
-__all__ = ["GREEDY", "Arm", "Run", "our_arm", "run_in_turn", "transformers_arm"]
+__all__ = [
+    "GREEDY",
+    "WARM_UP_TOKENS",
+    "Arm",
+    "Run",
+    "ends_of",
+    "our_arm",
+    "run_in_turn",
+    "transformers_arm",
+    "until_end",
+    "warm_up",
+]
 
 
+WARM_UP_TOKENS = 8
 GREEDY: Mapping[str, Any] = {"do_sample": False}
 
 
@@ -32,7 +47,7 @@ class Run:
         tokens: each row's new ones.
         first_s: until the first new token: of ours the prompt's pass, of transformers also what comes before it.
         decode_s, decoded: the seconds from there on, and the tokens that they gave.
-        passes: of the full model behind the prompt's.
+        passes: of the full model behind the prompt's; 0: not known.
         call_s: of the whole call.
         stats: ours only.
     """
@@ -96,6 +111,8 @@ def our_arm(
         return Run(result.new_token_ids, stats.prefill_s, stats.decode_s, stats.round_tokens, passes, call_s, stats)
 
     described = plan.to_dict() if plan is not None else None
+    if described is not None:
+        described |= {name: _named(described[name]) for name in ("adapter", "draft_model")}
     if described is not None and plan is not None and plan.draft_vocabulary is not None:
         described["draft_vocabulary"] = f"{len(plan.draft_vocabulary)} ids"  # listed, they would drown the rest
     return Arm(name, call, {"plan": described, "governor": governor, "cuda_graphs": cuda_graphs, "compile": compile})
@@ -116,24 +133,47 @@ class _Clock:
         """Nothing: the last token has been put."""
 
 
-def transformers_arm(name: str, hf_model: PreTrainedModel, **settings: Any) -> Arm:
+@contextmanager
+def _set_in(config: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Have `config` say `values`; afterwards it says what it did before, and `values` what had become of them."""
+    before = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            values[name] = getattr(config, name)
+            setattr(config, name, value)
+
+
+def transformers_arm(
+    name: str, hf_model: PreTrainedModel, drafting: Mapping[str, Any] | None = None, **settings: Any
+) -> Arm:
     """Decoding by transformers' own `generate`; `settings` are its keyword arguments, all else its defaults.
 
     Greedy unless they say otherwise.
+
+    Args:
+        drafting: what transformers reads in the generation config of the model that drafts (`assistant_model`, or the
+            model itself), where it also keeps a number of drafts that it adapts from call to call.
     """
-    settings = {**GREEDY, **settings}
+    settings, drafting = {**GREEDY, **settings}, dict(drafting or {})
     model: Any = hf_model
     config = model.generation_config
-    eos = config.eos_token_id
-    eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    drafter_config = settings.get("assistant_model", model).generation_config
+    kept = {"num_assistant_tokens": drafter_config.num_assistant_tokens, **drafting}
+    eos_ids = ends_of(model)
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), 0)
 
     def call(rows: list[list[int]], new_tokens: int) -> Run:
         length = max(map(len, rows))
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=model.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        if settings["do_sample"]:
+            torch.manual_seed(length)
         clock, began = _Clock(), time.perf_counter()
-        with quiet():
+        with quiet(), _set_in(drafter_config, kept):
             sequences = model.generate(
                 ids,
                 attention_mask=mask,
@@ -143,7 +183,7 @@ def transformers_arm(name: str, hf_model: PreTrainedModel, **settings: Any) -> A
                 **settings,
             )
         call_s = time.perf_counter() - began
-        tokens = [_until_end(row, eos_ids) for row in sequences[:, length:].tolist()]
+        tokens = [until_end(row, eos_ids) for row in sequences[:, length:].tolist()]
         # The first that was put is the prompt; drafting arms put several tokens at once. Rows that have ended still
         # get padding: it is no token.
         first, decoded = (clock.counts[1], sum(map(len, tokens)) - clock.counts[1]) if len(clock.counts) > 1 else (0, 0)
@@ -156,13 +196,33 @@ def transformers_arm(name: str, hf_model: PreTrainedModel, **settings: Any) -> A
             call_s,
         )
 
-    return Arm(name, call, {"transformers": settings})
+    named = {key: _named(getattr(value, "name_or_path", value)) for key, value in settings.items()}
+    return Arm(name, call, {"transformers": named | ({"drafting": drafting} if drafting else {})})
 
 
-def _until_end(row: Sequence[int], eos_ids: set[int]) -> list[int]:
+def _named(value: Any) -> Any:
+    """Without the machine's own paths."""
+    return Path(value).name if isinstance(value, str) and "/" in value else value
+
+
+def ends_of(hf_model: Any) -> set[int]:
+    """The ids that end a text of this model."""
+    eos = hf_model.generation_config.eos_token_id
+    return set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
+def until_end(row: Sequence[int], eos_ids: set[int]) -> list[int]:
     """The tokens up to and with the first that ends the text."""
     end = next((index + 1 for index, token in enumerate(row) if token in eos_ids), len(row))
     return list(row[:end])
+
+
+def warm_up(arm: Arm, rows: list[list[int]], device: torch.device, new_tokens: int = WARM_UP_TOKENS) -> PeakMemory:
+    """Call `arm` twice; the second call's memory above what was held before it."""
+    arm.call(rows, new_tokens)
+    with watched_memory(device) as peak:
+        arm.call(rows, new_tokens)
+    return peak
 
 
 def run_in_turn(

@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.progress import track
 
 import layerskip
-from experiments.arms import GREEDY, Arm, our_arm, run_in_turn, transformers_arm
+from experiments.arms import GREEDY, WARM_UP_TOKENS, Arm, our_arm, run_in_turn, transformers_arm, warm_up
 from experiments.conditions import conditions
-from experiments.measuring import draft_costs, machine_bandwidth, pass_costs, watched_memory
+from experiments.measuring import draft_costs, machine_bandwidth, pass_costs
 from experiments.program import exit_code
 from experiments.report import append, arm_table, category_table, summarise
-from experiments.subjects import Prompt, Subject, random_prompts, read_prompts
+from experiments.subjects import Prompt, Subject, device_of, random_prompts, read_prompts
 from layerskip.cli.parser import Parser, layer_numbers, positive
 from layerskip.errors import SettingError
 from layerskip.models.loading import parse_dtype
@@ -45,7 +45,6 @@ THEIRS = ("hf-greedy", "hf-early-exit", "hf-lookup")
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 CONTEXT = 256  # ids of a random prompt
 HF_LOOKUP_TOKENS = 10  # the number in transformers' documentation
-WARM_UP_TOKENS = 8
 RECORDED = (
     "batch",
     "context",
@@ -111,16 +110,15 @@ def make_arms(model: layerskip.Model, subject: Subject, plan: layerskip.DraftPla
     return arms
 
 
-def warm_up(arms: Sequence[Arm], prompts: Sequence[Prompt], device: torch.device) -> dict[str, Any]:
-    """Call each arm twice on the longest prompt; the second call's memory above what was held before it."""
+def warm_up_all(arms: Sequence[Arm], prompts: Sequence[Prompt], device: torch.device) -> dict[str, Any]:
+    """Warm each arm up on the longest prompt, and note the memory that its calls take."""
     longest = max(prompts, key=lambda prompt: max(map(len, prompt.rows)))
-    memory = {}
-    for arm in arms:
-        arm.call(longest.rows, WARM_UP_TOKENS)
-        with watched_memory(device) as peak:
-            arm.call(longest.rows, WARM_UP_TOKENS)
-        memory[arm.name] = peak.bytes
-    return {"prompt_tokens": max(map(len, longest.rows)), "how": peak.how, "peak_bytes_above_before": memory}
+    peaks = {arm.name: warm_up(arm, longest.rows, device) for arm in arms}
+    return {
+        "prompt_tokens": max(map(len, longest.rows)),
+        "how": next(iter(peaks.values())).how,
+        "peak_bytes_above_before": {name: peak.bytes for name, peak in peaks.items()},
+    }
 
 
 def weight_rate(model: layerskip.Model, plain: Arm) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def benchmark(
     """
     decoder, device, batch = model.decoder, model.decoder.device, len(prompts[0].rows)
     is_cuda = device.type == "cuda"
-    memory = warm_up(arms, prompts, device)
+    memory = warm_up_all(arms, prompts, device)
     if is_cuda:  # what is recorded in a first call would count as decoding
         run_in_turn(arms, prompts, new_tokens, goes_on)
         for arm in arms:
@@ -238,7 +236,7 @@ def _run(options: Namespace) -> None:
     dtype = parse_dtype(options.dtype)
     if not isinstance(dtype, torch.dtype):
         raise SettingError(f"got --dtype {options.dtype}; expected a dtype, the same for us and for transformers.")
-    device = _device(options.device)
+    device = device_of(options.device)
     plan = plan_of(options)
     agreement_from = plan.exit_layer if plan is not None and options.agreement is not None else None
     subject = Subject(options.model, dtype, device, options.agreement, agreement_from)
@@ -268,17 +266,6 @@ def _run(options: Namespace) -> None:
     for name, why in cannot.items():
         print(f"- Not run: {name} ({why}).")
     append(options.results, document)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SettingError(
-            f"got --device {name}; expected a device of this machine: {str(error).splitlines()[0]}"
-        ) from error
-    return device
 
 
 def _prompts(options: Namespace, subject: Subject, model: layerskip.Model) -> list[Prompt]:

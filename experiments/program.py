@@ -10,11 +10,12 @@ from layerskip.errors import LayerSkipError
 __all__ = ["exit_code"]
 
 
-def exit_code(run: Callable[[], None], shorter: str) -> int:
+def exit_code(run: Callable[[], None], shorter: str, kept: str = "nothing was written") -> int:
     """Call `run`; 0, or what a shell expects of a program that failed (2) or was interrupted (130).
 
     Args:
         shorter: the options that make it take less time.
+        kept: what an interrupted program leaves.
     """
     try:
         run()
@@ -22,6 +23,6 @@ def exit_code(run: Callable[[], None], shorter: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted: nothing was written; {shorter} make it shorter.", file=sys.stderr)
+        print(f"interrupted: {kept}; {shorter} make it shorter.", file=sys.stderr)
         return 130
     return 0

@@ -10,14 +10,14 @@ from typing import Any
 
 import layerskip
 from experiments.arms import Arm, Run
+from experiments.protocol import CHAT_CATEGORIES
 from experiments.subjects import Prompt
 
-__all__ = ["append", "arm_table", "category_table", "quartiles", "summarise"]
+__all__ = ["append", "arm_table", "category_table", "is_long_enough", "number", "quartiles", "summarise"]
 
 SHORTEST = 8  # tokens of an answer whose times count
 
-# Spec-Bench (Xia et al. 2024) counts the eight categories of MT-bench as one task of six.
-MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
 
@@ -37,7 +37,7 @@ def summarise(arm: Arm, plain: Arm, prompts: Sequence[Prompt]) -> dict[str, Any]
     pairs = list(zip(prompts, arm.runs, plain.runs, strict=True))
     names = list(dict.fromkeys(prompt.category for prompt in prompts))
     categories = {name: _figures([each[1:] for each in pairs if each[0].category == name]) for name in names}
-    multi_turn = _figures([each[1:] for each in pairs if each[0].category in MULTI_TURN])
+    multi_turn = _figures([each[1:] for each in pairs if each[0].category in CHAT_CATEGORIES])
     tasks = [multi_turn, *(categories.get(name) for name in TASKS)]
     return {
         "arm": arm.name,
@@ -60,7 +60,7 @@ def _figures(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any] | None:
     """Medians over pairs of a run and the plain run of the same prompt, short answers left out of all times."""
     if not pairs:
         return None
-    timed = [pair for pair in pairs if all(map(_is_long_enough, pair))]
+    timed = [pair for pair in pairs if all(map(is_long_enough, pair))]
     ratios = [run.tokens_per_s / plain.tokens_per_s for run, plain in timed]
     stats = [run.stats for run, _ in pairs if run.stats is not None]
     pooled = layerskip.DecodeStats.pooled(stats) if stats else None
@@ -82,7 +82,8 @@ def _figures(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any] | None:
     }
 
 
-def _is_long_enough(run: Run) -> bool:
+def is_long_enough(run: Run) -> bool:
+    """Whether its answer has tokens enough for its times to count."""
     return min(map(len, run.tokens)) >= SHORTEST and run.decode_s > 0
 
 
@@ -122,14 +123,14 @@ def arm_table(rows: Sequence[Mapping[str, Any]]) -> str:
         sources = each["rounds_by_source"] or {}
         cells = [
             row["arm"],
-            _number(each["tokens_per_s"], 1),
+            number(each["tokens_per_s"], 1),
             _spread(each["ratio_to_plain"]),
-            _number(row["over_categories"]),
-            _number(row["over_tasks"]),
-            _number(each["tokens_per_round"]),
+            number(row["over_categories"]),
+            number(row["over_tasks"]),
+            number(each["tokens_per_round"]),
             ", ".join(f"{name} {share:.0%}" for name, share in sorted(sources.items())) or "–",
-            _number(1e3 * each["first_token_s"], 0),
-            _number(each["measured_by_predicted"]),
+            number(1e3 * each["first_token_s"], 0),
+            number(each["measured_by_predicted"]),
             f"{each['identical']}/{each['calls']}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -144,7 +145,7 @@ def category_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "| --- " * (2 + len(others)) + "|",
     ]
     for name, each in plain["categories"].items():
-        cells = [name, _number(each["tokens_per_s"], 1)]
+        cells = [name, number(each["tokens_per_s"], 1)]
         for row in others:
             own = row["categories"][name]
             cells.append(f"{_spread(own['ratio_to_plain'])}, {own['tokens_per_round']:.2f} a round")
@@ -152,7 +153,8 @@ def category_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """As text; a dash where there is none."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 

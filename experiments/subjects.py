@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import layerskip
+from experiments.questions import read_questions, token_ids
 from layerskip.errors import InputError, SettingError
 from layerskip.models.loading import quiet
 from layerskip.models.synthetic import GEOMETRIES, synthetic_model
 from layerskip.static_pool import StaticPool
-from layerskip.text import encode
 
-__all__ = ["Prompt", "Subject", "random_prompts", "read_prompts"]
+__all__ = ["Prompt", "Subject", "device_of", "random_prompts", "read_prompts"]
 
 KEPT_ROUNDS = 24
 RANDOM = "random ids"  # the category of prompts without text
@@ -95,42 +94,25 @@ class Prompt:
 
 
 def read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase | None, a_category: int, batch: int) -> list[Prompt]:
-    """The first turns of `a_category` calls of each category, spread evenly over the file (Spec-Bench format).
+    """The first turns of `a_category` calls of each category, spread evenly over the file.
 
     Where a category has fewer questions than the rows that are wanted, they are used again.
 
     Raises:
-        InputError: the file is not there or not in that format, or there is no tokenizer.
+        InputError: the file cannot be read (`read_questions`), or there is no tokenizer.
     """
     if tokenizer is None:
         raise InputError(f"got prompts in words ({file.name}) for a model without a tokenizer; expected random ids.")
-    try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        questions = [(str(line["category"]), str(line["turns"][0])) for line in lines]
-    except OSError as error:
-        raise InputError(f"got the prompts {str(file)!r}, which cannot be read: {error.strerror}.") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise InputError(
-            f'got the prompts {str(file)!r}; expected lines {{"category": "…", "turns": ["…"]}}, one JSON object each.'
-        ) from error
+    questions = read_questions(file)
     prompts = []
-    for category in dict.fromkeys(name for name, _ in questions):
-        own = [text for name, text in questions if name == category]
+    for category in dict.fromkeys(question.category for question in questions):
+        own = [question for question in questions if question.category == category]
         wanted = a_category * batch if batch > 1 else min(a_category, len(own))
         spread = min(wanted, len(own))
         chosen = [own[index % spread * len(own) // spread] for index in range(wanted)]
-        rows = [_encoded(text, tokenizer) for text in chosen]
+        rows = [token_ids(question, (), tokenizer) for question in chosen]
         prompts += [Prompt(category, rows[start : start + batch]) for start in range(0, wanted, batch)]
-    if not prompts:
-        raise InputError(f"got the prompts {str(file)!r} without a line; expected at least one.")
     return prompts
-
-
-def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """As a chat where the tokenizer knows how, else as it is."""
-    inputs = [{"role": "user", "content": text}] if getattr(tokenizer, "chat_template", None) else text
-    (row,) = encode(inputs, tokenizer)
-    return row
 
 
 def random_prompts(vocab_size: int, context: int, count: int, batch: int) -> list[Prompt]:
@@ -138,3 +120,19 @@ def random_prompts(vocab_size: int, context: int, count: int, batch: int) -> lis
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocab_size, (count, batch, context), generator=generator)
     return [Prompt(RANDOM, rows) for rows in ids.tolist()]
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `name`.
+
+    Raises:
+        SettingError: this machine has none of that name.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError(
+            f"got --device {name}; expected a device of this machine: {str(error).splitlines()[0]}"
+        ) from error
+    return device

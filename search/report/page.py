@@ -13,17 +13,18 @@ from layerskip.search.report import tables, telling
 from layerskip.search.report.gallery import Picture
 from layerskip.search.result import SearchResult
 
-__all__ = ["fill_page"]
+__all__ = ["fill_page", "page_style"]
 
-_TEMPLATE = "report.html.jinja"
+_TEMPLATE, _STYLE = "report.html.jinja", "page.css"
 
 
 def fill_page(result: SearchResult, pictures: Mapping[str, Picture]) -> str:
     """The page as HTML; every value is escaped."""
-    source = resources.files("layerskip.search.report").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    source = _text(_TEMPLATE)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["unbroken"] = _unbroken
     return environment.from_string(source).render(
+        style=page_style(),
         headline=telling.headline(result),
         pays=result.pays,
         facts=tables.facts(result),
@@ -43,6 +44,15 @@ def fill_page(result: SearchResult, pictures: Mapping[str, Picture]) -> str:
         settings=tables.flat(result.settings),
         effort=_effort(result),
     )
+
+
+def page_style() -> str:
+    """The style sheet of a report's page, for light, dark and print."""
+    return _text(_STYLE)
+
+
+def _text(name: str) -> str:
+    return resources.files("layerskip.search.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _unbroken(text: str) -> str:

