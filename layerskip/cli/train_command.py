@@ -98,9 +98,10 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--vocabulary-size", type=int, metavar="N", help="ids it may say, 0 for all (default: 8192)")
     group.add_argument(
         "--further-states",
-        type=layer_numbers,
+        type=_states,
         metavar="N,…",
-        help="numbers of blocks behind which the model's states are read, beside the last one's",
+        help="numbers of blocks behind which the model's states are read, beside the last one's, or none (default: "
+        "a third and two thirds of all)",
     )
     group.add_argument("--exit-layer", type=positive, metavar="E", help="of an adapter (default: a fifth of all)")
     group.add_argument(
@@ -112,6 +113,10 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--curriculum", choices=("rotational", "gradual"), help="of the losses (default: rotational)")
     add_loading_options(parser.add_argument_group("loading"))
     parser.set_defaults(run=_run)
+
+
+def _states(text: str) -> tuple[int, ...]:
+    return () if text == "none" else layer_numbers(text)
 
 
 def _folder(text: str) -> Path:

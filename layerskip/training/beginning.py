@@ -50,6 +50,7 @@ def check_exit(
     settings, beginning = _beginning(model, settings, begin_with)
     _refuse_model(model.decoder, settings)
     if beginning is None:
+        settings = settings.resolved(model.decoder.num_blocks)
         settings.spec.check(model.decoder.num_blocks)
     if settings.offsets >= row_tokens:
         raise SettingError(
