@@ -78,8 +78,8 @@ class Chosen(NamedTuple):
 
     def stood(self, length: int) -> int:
         """How many of the draft's first `length` tokens, a chain, were accepted."""
-        pairs = zip(self.places[1 : length + 1], range(1, length + 1), strict=False)
-        return sum(place == index for place, index in pairs)
+        accepted = self.places[1 : min(length, self.accepted) + 1]
+        return sum(place == index for index, place in enumerate(accepted, 1))
 
 
 @dataclass
