@@ -22,12 +22,13 @@ from layerskip.memory import Memory, new_cache
 from layerskip.models.adapter import Adapter
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
+from layerskip.plan import DraftPlan
 from layerskip.processing import make_processors
 from layerskip.request import Request
 from layerskip.rules import make_rule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
-from layerskip.static_pool import StaticPool, take_rounds
+from layerskip.static_pool import Rounds, StaticPool, take_rounds
 from layerskip.static_rounds import tier_of
 from layerskip.stats import DecodeStats
 from layerskip.stopping import make_stopping
@@ -105,14 +106,18 @@ def build_engine(
         vocab_size=decoder.vocab_size,
         chunk=settings.prefill_chunk_size,
     )
-    # What processors say of a token beside another would have to be asked for it alone.
-    branches = context.sampler.prefix_free and request.pass_width is None
-    siblings = max((each.num_siblings for each in planned.values()), default=0) if branches else 0
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
-    capacity = max(limits) + (request.pass_width or max(tier_of(most), most * (1 + siblings)) + 1)
+    capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
     pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
     rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
     known, release = Memory(), rounds.release
+    obstacle = _tree_obstacle(request, context, rounds)
+    siblings = {name: 0 if obstacle else _siblings(each, decoder, plan) for name, each in planned.items()}
+    widest = max((min(each.most, most) * (1 + siblings[name]) for name, each in planned.items()), default=0)
+    capacity = max(capacity, max(limits) + widest + 1)
+    execution = rounds.execution
+    if obstacle and any(each.num_siblings for each in planned.values()):
+        execution += f"; chains, no trees: {obstacle}"
     try:
         if memory is not None:
             known = memory.resume(decoder, request.prompts[0], capacity, adapter)
@@ -126,14 +131,14 @@ def build_engine(
                 known = replace(known, adapter=adapter)  # another's entries and states were not kept up to date
         else:
             assert known.cache is not None
-            context = replace(context, num_siblings=siblings)
+            context = replace(context, num_siblings=max(siblings.values(), default=0))
             state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
         return Engine(
             decoder=decoder,
             state=state,
             context=context,
             drafters={name: each.make(context) for name, each in planned.items()},
-            governor=_governor(request, planned, most, context.num_siblings),
+            governor=_governor(request, planned, most, siblings),
             pass_width=request.pass_width,
             static=rounds.static,
             memory=replace(known, token_ids=state.texts[0], readings=state.readings),
@@ -141,7 +146,7 @@ def build_engine(
             output_scores=settings.output_scores,
             release=release,
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
-            stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution),
+            stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=execution),
             # Last: with it the clock of max_time begins to run.
             stopping=make_stopping(
                 settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions, request.row_view
@@ -150,6 +155,23 @@ def build_engine(
     except BaseException:
         rounds.release()
         raise
+
+
+def _tree_obstacle(request: Request, context: DraftContext, rounds: Rounds) -> str | None:
+    """Why several tokens cannot be proposed for one place; None: they can."""
+    if rounds.static is not None:
+        return "rounds have fixed shapes"
+    if request.pass_width is not None:
+        return "passes have the width that was asked for"
+    if not context.sampler.prefix_free:
+        return "a logits processor looks at the tokens before each position, and would have to be asked about each path"
+    return None
+
+
+def _siblings(planned: PlannedDrafter, decoder: Decoder, plan: DraftPlan | None) -> int:
+    """As many as there are ids to say."""
+    ids = plan.draft_vocabulary if plan is not None else None
+    return min(planned.num_siblings, (decoder.vocab_size if ids is None else len(ids)) - 1)
 
 
 def _hand_back(cache: KVCache, used: KVCache, begin: int, release: Callable[[], None]) -> None:
@@ -165,11 +187,11 @@ def _has_guests(decoder: Decoder, request: Request) -> bool:
     return bool(request.caller_processors or request.caller_criteria or decoder.is_watched)
 
 
-def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int, siblings: int) -> Governor:
+def _governor(
+    request: Request, planned: Mapping[str, PlannedDrafter], most: int, siblings: Mapping[str, int]
+) -> Governor:
     sources = {
-        name: Source(
-            min(each.most, most), each.cost_ratio, each.priors, each.prior_weight, min(each.num_siblings, siblings)
-        )
+        name: Source(min(each.most, most), each.cost_ratio, each.priors, each.prior_weight, siblings[name])
         for name, each in planned.items()
     }
     if request.governor == "off" or not sources:

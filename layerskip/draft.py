@@ -13,7 +13,7 @@ from torch import Tensor
 from layerskip.models.tree import Tree
 from layerskip.state import DecodeState
 
-__all__ = ["Draft", "Node", "empty_draft", "merged", "nodes_of", "tree_draft"]
+__all__ = ["Draft", "Node", "empty_draft", "merged", "tree_draft"]
 
 
 class Node(NamedTuple):
@@ -45,9 +45,11 @@ class Draft:
         exact_blocks: number of those blocks.
         counts: `num_drafted` on the device, (batch,), int64, if it is there already.
         confidences: for each row and draft the probability that the drafter gave the token, where it gives one.
-        tree: which token follows which, if some place has several; None: each the one before it. These tokens were
-            chosen, and children of one token differ.
+        tree: which token follows which, if some place has several, which then differ; None: each the one before it.
         num_in_chain: of a tree, how many of each row's tokens, its first ones, are a chain; the others stand beside it.
+        is_ranked: the tokens were not drawn, but are those that the target's own draws are likeliest to be
+            (`AcceptanceRule.rank`), which therefore must decide about them.
+        nodes: the same tokens as numbers, where they were ranked and are not yet joined with others'.
     """
 
     tokens: Tensor
@@ -59,6 +61,8 @@ class Draft:
     confidences: Sequence[Sequence[float]] = field(default_factory=list)
     tree: Tree | None = None
     num_in_chain: Sequence[int] | None = None
+    is_ranked: bool = False
+    nodes: Sequence[Sequence[Node]] | None = None
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -67,12 +71,12 @@ class Draft:
 
     @property
     def steps(self) -> int:
-        """In which it was made."""
+        """Number of steps in which it was made."""
         return self.tokens.shape[1] if self.num_in_chain is None else max(self.num_in_chain)
 
 
 def tree_draft(rows: Sequence[Sequence[Node]], lengths: Sequence[int], device: torch.device) -> Draft:
-    """A draft of nodes that were chosen.
+    """A draft of tokens that were ranked.
 
     Args:
         rows: of each row first those of its chain, then those beside it.
@@ -84,21 +88,13 @@ def tree_draft(rows: Sequence[Sequence[Node]], lengths: Sequence[int], device: t
         torch.tensor(tokens, dtype=torch.int64, device=device).view(len(rows), width),
         [len(row) for row in rows],
         confidences=[[node.confidence for node in row] for row in rows],
+        is_ranked=True,
+        nodes=rows,
     )
     if all(len(row) == length for row, length in zip(rows, lengths, strict=True)):
         return draft
     parents = [[node.parent for node in row] + [0] * (width - len(row)) for row in rows]
     return replace(draft, tree=Tree(parents, device), num_in_chain=list(lengths))
-
-
-def nodes_of(draft: Draft) -> list[list[Node]]:
-    """What `tree_draft` makes such a draft of."""
-    parents = [range(count) for count in draft.num_drafted] if draft.tree is None else draft.tree.parents
-    tokens = draft.tokens.tolist()
-    return [
-        [Node(*each) for each in zip(tokens[row][:count], parents[row], draft.confidences[row], strict=False)]
-        for row, count in enumerate(draft.num_drafted)
-    ]
 
 
 def empty_draft(state: DecodeState) -> Draft:
@@ -130,7 +126,9 @@ def merged(drafts: Sequence[Draft], vocab_size: int) -> Draft:
                 probs[row, : len(of_row)].scatter_(1, of_row.unsqueeze(1), 1.0)
             if draft.confidences:
                 confidences[row] = draft.confidences[row]
-    joined = Draft(tokens, num_drafted, probs, confidences=confidences)
+    joined = Draft(
+        tokens, num_drafted, probs, confidences=confidences, is_ranked=any(each.is_ranked for each in drafts)
+    )
     if all(draft.tree is None for draft in drafts):
         return joined
     return replace(joined, tree=Tree(parents, tokens.device), num_in_chain=num_in_chain)

@@ -216,8 +216,9 @@ class Engine:
         have hooks, which may know a row by its place (PEFT's `adapter_names`: a LoRA for each).
         """
         rows = remaining_rows(self.state.active)
-        is_promised = self.static is not None or self.pass_width is not None or self.decoder.is_watched
-        if is_promised or not 0 < len(rows) < self.state.batch:
+        if not 0 < len(rows) < self.state.batch:
+            return
+        if self.static is not None or self.pass_width is not None or self.decoder.is_watched:
             return
         for each in (self.state, self.context.sampler, self.context.rule, self.governor):
             each.keep_rows(rows)
@@ -269,8 +270,11 @@ class Engine:
         for row, each in enumerate(chosen):
             if each is not None:
                 source = next((name for name, draft in drafts.items() if draft.num_drafted[row]), "none")
-                proposed = drafts[source].lengths[row] if source in drafts else 0
-                self.stats.record_round(proposed, each.accepted, kept[self.state.numbers[row]], source)
+                proposed, verified = (
+                    (drafts[source].lengths[row], drafts[source].num_drafted[row]) if source in drafts else (0, 0)
+                )
+                committed = kept[self.state.numbers[row]]
+                self.stats.record_round(proposed, each.accepted, committed, source, verified - proposed)
 
     def _verify(self, draft: Draft) -> Tensor:
         """Target logits (batch, drafts + 1, vocab) behind the newest token and each draft.
@@ -335,10 +339,11 @@ class Engine:
         """Bring accepted drafts that stand among others to where a chain's would, in the text and in the cache."""
         state = self.state
         for row, each in enumerate(chosen):
-            if not each.is_chain:
-                length, count = state.lengths[row], each.accepted
-                state.token_ids[row, length : length + count] = torch.tensor(each.tokens[:count])
-                state.cache.move(row, [length - 1 + place for place in each.places[1 : count + 1]], length)
+            length = state.lengths[row]
+            for index, place in enumerate(each.places[1 : each.accepted + 1]):
+                if place != index + 1:
+                    state.token_ids[row, length + index] = each.tokens[index]
+                    state.cache.move(row, length - 1 + place, length + index)
 
     def _positions_that_matter(self, draft: Draft) -> list[int]:
         """How many positions of each row may be committed: behind a drafted EOS, or a row's last draft, none."""

@@ -139,14 +139,20 @@ class Maximal:
     def rank(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
     ) -> Tensor:
-        """See `AcceptanceRule.rank`."""
-        return _best(scores, count, ids)
+        """See `AcceptanceRule.rank`: who arrives first by the noise with which `accept` will draw."""
+        probs, _ = distribution(scores)
+        return _first(probs, self.seeds, _counters(positions, round_index), Purpose.CORRECTION, count, ids)
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
-        """See `AcceptanceRule.accept`; a tree's tokens were chosen, so that the target's own draws decide."""
+        """See `AcceptanceRule.accept`.
+
+        Ranked tokens depend on the noise of the target's own draws. These do not depend on what is proposed, nor on
+        whether they are asked for, so that the output is distributed as the target's; rejection sampling, whose noise
+        must not be known to the draft, would not be exact.
+        """
         target_probs, valid = distribution(target_scores)
         counters = _counters(positions, round_index)
-        if draft.tree is not None:
+        if draft.is_ranked:
             return _matched(draft, draw_token(target_probs, self.seeds, counters, Purpose.CORRECTION), valid)
         uniforms = uniform(self.seeds, counters[:, :-1], Purpose.ACCEPT, 1).squeeze(2)
         accepted, residual = accept_by_ratio(draft.tokens, draft.probs, target_probs, _counts(draft), uniforms)
@@ -179,14 +185,9 @@ class Invariant:
     def rank(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
     ) -> Tensor:
-        """See `AcceptanceRule.rank`: first what the same noise draws, then the likeliest of the others."""
-        drawn, _ = self.draw(scores, positions, round_index, ids)
-        best = _best(scores, count, ids)
-        # The drawn token's own place, or else the last one, is taken by the one before it, and so on.
-        places = torch.arange(count, device=best.device)
-        own = torch.where(best == drawn.unsqueeze(-1), places, count - 1).amin(dim=-1, keepdim=True)
-        shifted = best.gather(-1, (places - 1).clamp(min=0).expand_as(best))
-        return torch.where(places <= own, shifted, best).index_copy(-1, places[:1], drawn.unsqueeze(-1))
+        """See `AcceptanceRule.rank`: who arrives first by the noise with which the target draws too."""
+        probs, _ = distribution(scores)
+        return _first(probs, self.seeds, positions, Purpose.TOKEN, count, ids)
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`; the draft's distributions and `round_index` play no part."""
@@ -225,12 +226,22 @@ def draw_token(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose,
         everyone = torch.arange(probs.shape[-1], device=probs.device) if ids is None else ids
         best = race(probs, exponential_at(seeds[:, None, None], counters.unsqueeze(2), purpose, everyone))
     else:
-        rows, tokens, columns = probs.nonzero(as_tuple=True)
-        drawn = columns if ids is None else ids[columns]
-        arrivals = probs[rows, tokens, columns] / exponential_at(seeds[rows], counters[rows, tokens], purpose, drawn)
-        raced = torch.zeros(probs.shape, dtype=arrivals.dtype).index_put_((rows, tokens, columns), arrivals)
-        best = raced.max(dim=-1).indices
+        best = _raced(probs, seeds, counters, purpose, ids).max(dim=-1).indices
     return best if ids is None else ids[best]
+
+
+def _raced(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose, ids: Tensor | None) -> Tensor:
+    """How soon each id arrives (`race`), the largest first, 0 for those that never do; computed for the others only."""
+    rows, tokens, columns = probs.nonzero(as_tuple=True)
+    drawn = columns if ids is None else ids[columns]
+    arrivals = probs[rows, tokens, columns] / exponential_at(seeds[rows], counters[rows, tokens], purpose, drawn)
+    raced = torch.zeros(probs.shape, dtype=arrivals.dtype, device=probs.device)
+    return raced.index_put_((rows, tokens, columns), arrivals)
+
+
+def _first(probs: Tensor, seeds: Tensor, counters: Tensor, purpose: Purpose, count: int, ids: Tensor | None) -> Tensor:
+    """The `count` ids that arrive first, in this order: (batch, tokens, count)."""
+    return _best(_raced(probs, seeds, counters, purpose, ids), count, ids)
 
 
 def _matched(draft: Draft, target_tokens: Tensor, valid: Tensor) -> Acceptance:

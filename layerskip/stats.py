@@ -23,9 +23,10 @@ class DecodeStats:
         reused_tokens: prompt tokens that a session had read before; the prompt's pass ran over the others.
         rounds: verification passes, counted per row that was still decoding; plain steps are among them.
         round_tokens: tokens that the rounds committed.
-        proposed: drafted tokens.
+        proposed: drafted tokens, those beside them not counted.
+        proposed_beside: tokens that were verified beside drafts, for the same places (`DraftPlan.num_siblings`).
         drafted_by_offset: how often a draft was proposed at each offset and all before it in its round were accepted.
-        accepted_by_offset: how often it was then accepted.
+        accepted_by_offset: how often it was then accepted, or a token beside it.
         accepted_histogram: rounds by number of accepted drafts, from 0 to the plan's most.
         drafted_histogram: rounds by number of proposed drafts; those without any are plain steps.
         rounds_by_source, proposed_by_source, accepted_by_source: by the drafter that the round's drafts came from,
@@ -45,6 +46,7 @@ class DecodeStats:
     rounds: int = 0
     round_tokens: int = 0
     proposed: int = 0
+    proposed_beside: int = 0
     drafted_by_offset: list[int] = field(default_factory=list)
     accepted_by_offset: list[int] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=lambda: [0])
@@ -60,10 +62,15 @@ class DecodeStats:
     execution: str = "eager"
     costs: dict[str, Any] = field(default_factory=dict)
 
-    def record_round(self, proposed: int, accepted: int, committed: int, source: str = "none") -> None:
-        """Count one row's round: drafts proposed by `source`, drafts accepted, tokens kept (fewer when a stop cut)."""
+    def record_round(self, proposed: int, accepted: int, committed: int, source: str = "none", beside: int = 0) -> None:
+        """Count one row's round: drafts proposed by `source`, drafts accepted, tokens kept (fewer when a stop cut).
+
+        Args:
+            beside: tokens proposed beside the drafts.
+        """
         self.rounds += 1
         self.proposed += proposed
+        self.proposed_beside += beside
         self.round_tokens += committed
         self.new_tokens += committed
         _count(self.accepted_histogram, [accepted])

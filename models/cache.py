@@ -220,16 +220,15 @@ class KVCache:
         self._exact[exact] = starts + span.tokens
         self._exact[inexact] = np.minimum(self._exact[inexact], starts)
 
-    def move(self, row: int, sources: Sequence[int], to: int) -> None:
-        """Bring the model's own entries of `row` from the slots `sources` to the slots from `to` on, and its states.
+    def move(self, row: int, source: int, to: int) -> None:
+        """Bring the model's own entries of `row`, and its states, from the slot `source` to the slot `to`.
 
         What was accepted of a tree of drafts stands between what was not.
         """
-        slots, end = torch.tensor(sources), to + len(sources)
         for entries in self._entries[: len(self._exact)]:
-            entries[row, :, to:end] = entries[row, :, slots.to(entries.device)]
+            entries[row, :, to] = entries[row, :, source]
         for states in self.states.values():
-            states[row, to:end] = states[row, slots.to(states.device)]
+            states[row, to] = states[row, source]
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Set the committed length of each row; all beyond it (rejected drafts) is void from now on.

@@ -46,21 +46,14 @@ class Tree:
     @cached_property
     def depths(self) -> Tensor:
         """How far behind the root each token stands: (batch, tokens), int64."""
-        rows = []
-        for parents in self.parents:
-            row = [0]
-            for parent in parents:
-                row.append(row[parent] + 1)
-            rows.append(row)
-        return torch.tensor(rows, device=self._device)
+        return self.sees.sum(dim=2) - 1
 
     @cached_property
     def sees(self) -> Tensor:
         """Whether a token's text holds another, or is it: (batch, tokens, tokens), bool."""
-        rows = []
-        for parents in self.parents:
-            row = [[index == 0 for index in range(len(parents) + 1)]]
-            for token, parent in enumerate(parents, 1):
-                row.append([seen or index == token for index, seen in enumerate(row[parent])])
-            rows.append(row)
-        return torch.tensor(rows, device=self._device)
+        batch, drafts = self.before.shape
+        sees = torch.eye(drafts + 1, dtype=torch.bool, device=self._device).repeat(batch, 1, 1)
+        rows = torch.arange(batch, device=self._device)
+        for index in range(drafts):  # a parent's row is whole before its children's
+            sees[:, index + 1] |= sees[rows, self.before[:, index]]
+        return sees

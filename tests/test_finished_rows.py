@@ -232,7 +232,7 @@ class TestCostsOfFewerRows:
         costs.note_rows(5)
         assert costs.verify(3) > 1.5
         costs.note_rows(4)
-        assert costs.verify(3) < 1.1 and costs.lacks_plain() is False
+        assert costs.verify(3) < 1.1 and costs.lacks_plain()
 
     def test_measured_anew(self):
         costs = MeasuredCosts({"self": 0.1}, 8)

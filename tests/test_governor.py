@@ -272,3 +272,35 @@ class TestInACall:
     def test_cost_ratios_are_checked(self, bad):
         with pytest.raises(SettingError, match="expected a number from 0"):
             CostRatios(**bad)
+
+
+class TestCostsOfSeveralRows:
+    """Where wide passes cost by their tokens, which no prior knows."""
+
+    @staticmethod
+    def measured(rows, rounds):
+        costs = MeasuredCosts({"self": 0.1}, rows)
+        for width, seconds in rounds:
+            costs.note_verify(width, seconds)
+        return costs
+
+    def test_they_decode_plainly_first(self):
+        costs = self.measured(8, [])
+        assert costs.lacks_plain()
+        assert self.measured(8, [(1, 1.0)]).lacks_plain() and not self.measured(8, [(1, 1.0)] * 2).lacks_plain()
+        assert not self.measured(1, []).lacks_plain()
+
+    def test_a_scale_that_was_guessed_is_not_believed_for_ever(self):
+        """Passes over five tokens take three plain steps: catches a scale that they lift until they look cheap."""
+        costs = self.measured(8, [(1, 1.0), (1, 1.0), *[(5, 3.0)] * 40])
+        assert costs.verify(1) == pytest.approx(1.0) and costs.verify(5) == pytest.approx(3.0, rel=0.15)
+        first_wide = self.measured(1, [*[(5, 3.0)] * 3, (1, 1.0), *[(5, 3.0)] * 40])
+        assert first_wide.verify(5) == pytest.approx(3 * first_wide.verify(1), rel=0.15)
+
+    def test_one_width_tells_of_the_others(self):
+        costs = self.measured(8, [(1, 1.0), (1, 1.0), (5, 3.0), (5, 3.0)])
+        assert costs.verify(9) > 2.5 and costs.verify(3) > 1.4
+
+    def test_it_still_follows_the_machine(self):
+        costs = self.measured(1, [(1, 1.0), *[(4, 1.1)] * 20, *[(4, 2.2)] * 20])
+        assert costs.verify(1) == pytest.approx(2.0, rel=0.1)

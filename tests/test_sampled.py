@@ -65,7 +65,7 @@ DRAFTS = {
     "tree of few ids": DraftPlan.exit(1, num_draft_tokens=2, num_siblings=1, draft_vocabulary=[1, 3, 5]),
     "tree and lookup": DraftPlan.exit(1, num_draft_tokens=2, num_siblings=2, lookup_tokens=1),
 }
-LEAST = {"lookup": 0.03, "few ids": 0.1}  # acceptance: the repetition penalty makes copies rare
+LEAST = {"lookup": 0.03, "few ids": 0.1, "tree of few ids": 0.1}  # acceptance: the repetition penalty makes copies rare
 
 # What the call asks for, and the same by transformers' processors.
 CONTROLS = {
@@ -75,6 +75,10 @@ CONTROLS = {
     "top_p": ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
     "min_p": ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
     "repetition_penalty": ({"repetition_penalty": 1.6}, [RepetitionPenaltyLogitsProcessor(1.6)]),
+    "warpers": (
+        {"temperature": 1.2, "top_p": 0.95, "top_k": 0},
+        [TemperatureLogitsWarper(1.2), TopPLogitsWarper(0.95)],
+    ),
     "all": (
         {"repetition_penalty": 1.6, "temperature": 1.4, "top_k": 6, "top_p": 0.95},
         [
@@ -175,6 +179,31 @@ def test_a_governed_text_is_distributed_as_the_models(draft):
     assert len([count for count in result.stats.drafted_histogram if count]) > 1, "drafts of several lengths"
     for axes in ((0, 1, 2), (1, 2, 3)):
         assert p_value(result.new_token_ids, enumerated("all"), axes) > FALSE_ALARM
+
+
+TREES = [draft for draft in DRAFTS if "tree" in draft]
+
+
+@pytest.mark.parametrize("governor", ["off", "fixed"])
+@pytest.mark.parametrize("controls", ["nothing", "warpers", "top_k"])
+@pytest.mark.parametrize("draft", TREES)
+def test_a_text_drafted_as_trees_is_distributed_as_the_models(draft, controls, governor):
+    """They are ranked by the noise of the target's own draws; false alarm 2e-6 for other seeds.
+
+    Catches that noise in a rule that it must not reach: of trees without siblings, too, the target's draw decides.
+    """
+    costs = {"cost_ratios": CostRatios(draft=0.05, verify_slope=0.05)} if governor == "fixed" else {}
+    result = sample(draft, controls, "maximal", governor=governor, **costs)
+    assert result.stats.proposed_beside
+    for axes in ((0, 1, 2), (1, 2, 3)):
+        assert p_value(result.new_token_ids, enumerated(controls), axes) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("draft", TREES)
+def test_trees_change_nothing_under_the_invariant_rule(draft):
+    result = sample(draft, "warpers", "invariant", rows=400)
+    assert result.new_token_ids == sample("plain", "warpers", "invariant", rows=400).new_token_ids
+    assert result.stats.proposed_beside
 
 
 @pytest.mark.parametrize("draft", ["exit", "model", "lookup"])

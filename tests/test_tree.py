@@ -1,5 +1,6 @@
 """Several proposals for one place: a tree is verified in one pass, and the output stays the model's own."""
 
+import dataclasses
 import itertools
 import random
 
@@ -8,8 +9,9 @@ import torch
 
 import layerskip
 from layerskip import CostRatios, DraftPlan, PlanError
-from layerskip.draft import Node, merged, nodes_of, tree_draft
+from layerskip.draft import Draft, Node, merged, tree_draft
 from layerskip.drafters import ModelDrafter, SelfDrafter
+from layerskip.engine import Chosen
 from layerskip.governor import FixedCosts, Source, WorthIt
 from layerskip.governor.governor import Decision
 from layerskip.models.adapter import AdapterSpec
@@ -121,17 +123,32 @@ class TestAcceptInTree:
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("places", "accepted", "length", "stood", "is_chain"),
+    [
+        (range(5), 2, 4, 2, True),
+        (range(5), 4, 4, 4, True),
+        (range(5), 0, 4, 0, True),
+        ([0, 1, 4, 5], 2, 3, 1, False),
+        ([0, 3, 4, 4], 1, 2, 0, False),
+        ([0, 1, 2, 3], 2, 2, 2, True),
+    ],
+)
+def test_what_the_governor_is_told_of_a_round(places, accepted, length, stood, is_chain):
+    """How much of the chain stood, whatever stands behind it in the list."""
+    chosen = Chosen([0] * (accepted + 1), accepted, accepted + 1, places)
+    assert (chosen.stood(length), chosen.is_chain) == (stood, is_chain)
+
+
 class TestRank:
     SCORES = torch.randn(3, 1, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     WHERE = (torch.tensor([[3], [4], [5]]), torch.tensor(7))
 
-    @pytest.mark.parametrize("rule", [Greedy(), Maximal(torch.arange(3))], ids=["greedy", "maximal"])
-    def test_the_likeliest_first(self, rule):
-        ranked = rule.rank(self.SCORES, *self.WHERE, 4)
-        assert torch.equal(ranked, self.SCORES.topk(4).indices)
+    def test_the_likeliest_first(self):
+        assert torch.equal(Greedy().rank(self.SCORES, *self.WHERE, 4), self.SCORES.topk(4).indices)
 
     @pytest.mark.parametrize("ids", [None, torch.arange(20) * 3])
-    def test_under_the_invariant_rule_what_is_drawn_is_first(self, ids):
+    def test_under_the_invariant_rule_what_would_be_drawn_is_first(self, ids):
         """And no token is there twice."""
         for seed, count in itertools.product(range(30), (1, 2, 5)):
             rule = Invariant(torch.arange(3) + 10 * seed)
@@ -139,8 +156,21 @@ class TestRank:
             drawn, _ = rule.draw(self.SCORES, *self.WHERE, ids)
             assert torch.equal(ranked[..., 0], drawn)
             assert all(len(set(row)) == count for row in ranked[:, 0].tolist())
-            best = rule.rank(self.SCORES, *self.WHERE, 20, ids)[..., 1:count]
-            assert torch.equal(ranked[..., 1:], best)
+
+    @pytest.mark.parametrize("kind", [Maximal, Invariant])
+    def test_the_targets_own_draw_is_nearly_always_among_few(self, kind):
+        """A draft that is off: five of 200 ids hold the target's draw, by likelihood alone they do not."""
+        generator = torch.Generator().manual_seed(3)
+        target = torch.randn(600, 1, 200, generator=generator, dtype=torch.float64)
+        scores = target + torch.randn(target.shape, generator=generator, dtype=torch.float64)
+        rule, where = kind(torch.arange(600)), (torch.full((600, 1), 9), torch.tensor(4))
+        ranked = rule.rank(scores, *where, 5)[:, 0]
+        draft = Draft(ranked, [5] * 600, tree=Tree([[0] * 5] * 600), is_ranked=True)
+        positions = where[0] + torch.tensor([[0, 1, 1, 1, 1, 1]])
+        stands = rule.accept(draft, target.repeat(1, 6, 1), positions, where[1]).accepted > 0
+        likeliest = Draft(scores.topk(5).indices[:, 0], [5] * 600, tree=draft.tree, is_ranked=True)
+        fewer = rule.accept(likeliest, target.repeat(1, 6, 1), positions, where[1]).accepted > 0
+        assert stands.double().mean() > 0.85 > 0.5 > fewer.double().mean()
 
 
 @pytest.fixture(scope="module")
@@ -189,14 +219,20 @@ def test_greedy_output_of_every_plan(plans, plan, governor):
     assert result.new_token_ids == own
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_more_stands_than_of_a_chain(plans, plan):
-    """Guards the tests above: siblings are accepted in them, and drafts go on from there."""
-    import dataclasses
+DECODING = {
+    "greedy": {},
+    "drawn": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 1},
+    "by the invariant rule": {"do_sample": True, "temperature": 1.0, "seed": 1, "acceptance_rule": "invariant"},
+}
 
+
+@pytest.mark.parametrize("decoding", DECODING.values(), ids=DECODING)
+@pytest.mark.parametrize("plan", PLANS)
+def test_more_stands_than_of_a_chain(plans, plan, decoding):
+    """Guards the tests above: siblings are accepted in them, and drafts go on from there."""
     model = layerskip.wrap(agreeing_model("llama"))
     chain = dataclasses.replace(plans[plan], num_siblings=0)
-    options = {"governor": "off", "max_new_tokens": 60, "eos_token_id": None}
+    options = {"governor": "off", "max_new_tokens": 60, "eos_token_id": None, **decoding}
     tree_stats = model.generate(ROWS, plan=plans[plan], **options).stats
     chain_stats = model.generate(ROWS, plan=chain, **options).stats
     assert tree_stats.tokens_per_round > chain_stats.tokens_per_round
@@ -294,7 +330,100 @@ def test_where_chains_are_drafted(plans, options):
     options = {"max_new_tokens": 24, "eos_token_id": None, **options}
     drafted = model.generate(ROWS, **always(plans["exit"]), **options)
     assert drafted.new_token_ids == model.generate(ROWS, **options).new_token_ids
-    assert drafted.stats.proposed
+    assert drafted.stats.proposed and not drafted.stats.proposed_beside
+    assert "chains, no trees: " in drafted.stats.execution
+    chain = model.generate(ROWS, **always(DraftPlan.exit(2)), **options).stats
+    assert "no trees" not in chain.execution
+
+
+def test_statistics_count_what_stands_beside_drafts(plans):
+    stats = (
+        layerskip.wrap(agreeing_model("llama"))
+        .generate(ROWS, **always(plans["exit"]), max_new_tokens=24, eos_token_id=None)
+        .stats
+    )
+    assert stats.proposed_beside == 3 * stats.proposed and stats.execution == "eager"
+
+
+def test_ids_that_cannot_be_drawn_stand_nowhere():
+    """Of two that top_k leaves, one is drafted and one may stand beside it."""
+    stats = (
+        layerskip.wrap(agreeing_model("llama"))
+        .generate(
+            ROWS,
+            **always(DraftPlan.exit(2, num_siblings=6)),
+            max_new_tokens=24,
+            eos_token_id=None,
+            do_sample=True,
+            top_k=2,
+        )
+        .stats
+    )
+    assert stats.proposed_beside == stats.proposed
+
+
+@pytest.mark.parametrize("siblings", [VOCAB_SIZE + 9, 10**9])
+def test_no_room_is_made_for_more_tokens_than_there_are(siblings):
+    model = layerskip.wrap(agreeing_model("llama"))
+
+    def capacity(**plan):
+        request = model.check([1, 2, 3], plan=DraftPlan.exit(2, lookup_tokens=6, **plan), max_new_tokens=20)
+        return model.engine(request).state.cache.capacity
+
+    assert capacity(num_siblings=siblings) == capacity(num_siblings=VOCAB_SIZE - 1)
+    few = {"draft_vocabulary": [1, 2, 3]}
+    assert capacity(num_siblings=siblings, **few) == capacity(num_siblings=2, **few)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_a_draft_that_is_never_right_is_given_up(kind):
+    """Through the engine: what the governor is told is what was accepted."""
+    plan = DraftPlan.exit(1, num_siblings=2 if kind == "tree" else 0, draft_vocabulary=[VOCAB_SIZE - 1, 1, 2])
+    model = layerskip.wrap(agreeing_model("llama"))
+    engine = model.engine(model.check(ROWS, plan=plan, governor="fixed", max_new_tokens=60, eos_token_id=None))
+    run_checked(engine)
+    assert engine.governor._records["self"][0].expected(0, 0) < 0.4
+    assert engine.stats.rounds_by_source["none"] > engine.stats.rounds / 2
+
+
+def test_exact_states_are_used_where_no_sibling_is_worth_it(monkeypatch):
+    """Verification need not run the draft's leading blocks again."""
+    lengths, run = [], Decoder.run
+
+    def counted(self, hidden, path, *rest, **named):
+        lengths.append((len(path), hidden.shape[1]))
+        return run(self, hidden, path, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "run", counted)
+    ratios = CostRatios(draft=0.01, verify_slope=0.9)
+    model = layerskip.wrap(agreeing_model("llama"))
+    model.generate(ROWS[0], plan=DraftPlan.exit(2, num_siblings=3), governor="fixed", cost_ratios=ratios,
+                   max_new_tokens=30, eos_token_id=None)  # fmt: skip
+    assert (NUM_LAYERS - 2, 2) in lengths
+
+
+def test_rows_that_are_kept_for_their_hooks(plans):
+    model = agreeing_model("llama")
+    rows = [prompt(4 + 3 * row, seed=row)[0].tolist() for row in range(5)]
+    options = {"max_new_tokens": 24, "eos_token_id": [7, 19]}
+    own = [transformers_greedy(model, torch.tensor([row]), **options)[0, len(row) :].tolist() for row in rows]
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    try:
+        result = layerskip.wrap(model).generate(rows, **always(plans["exit"]), **options)
+    finally:
+        handle.remove()
+    assert result.new_token_ids == own and result.stats.proposed_beside
+
+
+def test_a_session_whose_calls_have_other_siblings(plans):
+    model = layerskip.wrap(agreeing_model("llama"))
+    session, text = model.session(max_new_tokens=11, eos_token_id=None), []
+    for turn, siblings in enumerate((0, 3, 1, 6)):
+        plan = dataclasses.replace(plans["jump"], num_siblings=siblings)
+        text += (new := prompt(4, seed=turn)[0].tolist())
+        own = transformers_greedy(model.hf_model, torch.tensor([text]), max_new_tokens=11)[0, len(text) :].tolist()
+        assert session.generate(new, **always(plan)).new_token_ids == [own]
+        text += own
 
 
 def test_a_tree_at_the_models_last_positions(plans):
@@ -316,14 +445,14 @@ class TestDrafts:
     def test_there_and_back(self):
         rows = [[*self.CHAIN, *self.BESIDE], [*self.CHAIN[:1]], []]
         draft = tree_draft(rows, [2, 1, 0], torch.device("cpu"))
-        assert nodes_of(draft) == rows
+        assert draft.nodes == rows
         assert draft.tokens.tolist() == [[5, 6, 7, 8], [5, 0, 0, 0], [0] * 4]
         assert draft.tree.parents == [[0, 1, 0, 1], [0, 0, 0, 0], [0] * 4]
         assert (draft.lengths, draft.steps, draft.num_drafted) == ([2, 1, 0], 2, [4, 1, 0])
 
     def test_without_siblings_it_is_a_chain(self):
         draft = tree_draft([self.CHAIN, self.CHAIN[:1]], [2, 1], torch.device("cpu"))
-        assert draft.tree is None and draft.lengths == [2, 1] and nodes_of(draft) == [self.CHAIN, self.CHAIN[:1]]
+        assert draft.tree is None and draft.lengths == [2, 1] and draft.nodes == [self.CHAIN, self.CHAIN[:1]]
 
     def test_rows_of_trees_and_chains_are_joined(self):
         tree = tree_draft([[*self.CHAIN, *self.BESIDE], []], [2, 0], torch.device("cpu"))
@@ -346,7 +475,7 @@ class TestTrimming:
         decision = Decision({"self": [4] * len(rows)}, {"self": [0] * len(rows)}, rate=1.0)
         chain = [Node(1, 0, 0.5), Node(2, 1, 0.5)]
         draft = tree_draft([[*chain, *beside] for beside in rows], [2] * len(rows), torch.device("cpu"))
-        return nodes_of(governor.trimmed("self", decision, draft))
+        return governor.trimmed("self", decision, draft).nodes
 
     @pytest.mark.parametrize(("slope", "kept"), [(0.05, {3, 4}), (0.2, {3}), (0.5, set()), (0.0, {3, 4, 5})])
     def test_by_the_price_of_a_column(self, slope, kept):
@@ -361,18 +490,25 @@ class TestTrimming:
         assert [len(row) for row in self.trimmed(0.2, [[Node(3, 0, 0.15)]])] == [2]
 
     def test_what_stands_beside_drafts_makes_drafting_worth_more(self):
-        governor = self.governor(0.02)
-        before = governor.decide([10], {"self": [0]}).rate
         chain = tree_draft([[Node(1, 0, 0.5), Node(2, 0, 0.3)]], [1], torch.device("cpu"))
-        for _ in range(12):
-            decision = Decision({"self": [1]}, {"self": [0]}, rate=1.0)
-            governor.learn(decision, {"self": chain}, [0], [True])
-        assert governor._records["self"][0].beside > 0.7
-        low, high = (self.governor(0.02), governor)
-        for _ in range(12):
-            low.learn(Decision({"self": [1]}, {"self": [0]}, rate=1.0), {"self": chain}, [0], [False])
-        assert high.decide([10], {"self": [0]}).rate > low.decide([10], {"self": [0]}).rate
-        assert before > 1
+        rates = {}
+        for stood in (True, False):
+            governor = self.governor(0.02)
+            for _ in range(12):
+                governor.learn(Decision({"self": [1]}, {"self": [0]}, rate=1.0), {"self": chain}, [0], [stood])
+            rates[stood] = governor.decide([10], {"self": [0]}).rate
+            assert (governor._records["self"][0].chance_beside(0.3) > 0.3) == stood
+        assert rates[True] > 1.3 > rates[False]
+
+    def test_others_do_not_pay_for_its_columns(self):
+        """Copies are verified in a narrow pass, however wide the last trees were."""
+        costs = FixedCosts(CostRatios(0.3, 0.05), {"self": 0.3, "lookup": 0.0})
+        sources = {"self": Source(4, 0.3, num_siblings=3), "lookup": Source(3, 0.0, priors=(0.9, 0.3, 0.5, 0.55))}
+        governor = WorthIt(sources, costs, 1)
+        grades = {"self": [None], "lookup": [1]}
+        expected = governor.decide([10], grades).limits
+        governor._beside["self"].append(8.0)
+        assert governor.decide([10], grades).limits == expected and expected["lookup"] == [3]
 
 
 class TestPlans:

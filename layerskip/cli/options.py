@@ -109,6 +109,12 @@ def add_plan_options(parser: Any, plan_file: bool = True) -> None:
     )
     parser.add_argument("--num-assistant-tokens", type=positive, metavar="K", help="most tokens to draft a round")
     parser.add_argument(
+        "--num-siblings",
+        type=int,
+        metavar="N",
+        help="up to N further tokens beside each of these, verified in the same pass (default: the plan's, or 0)",
+    )
+    parser.add_argument(
         "--assistant-confidence-threshold",
         type=float,
         metavar="P",
@@ -133,7 +139,11 @@ def draft_plan(options: argparse.Namespace) -> DraftPlan | None:
     named = [option for option, value in ways.items() if value]
     if len(named) > 1:
         raise SettingError(f"got {' and '.join(named)}, which each say how to draft; expected one of them.")
-    names = {"num_assistant_tokens": "num_draft_tokens", "assistant_confidence_threshold": "confidence_threshold"}
+    names = {
+        "num_assistant_tokens": "num_draft_tokens",
+        "num_siblings": "num_siblings",
+        "assistant_confidence_threshold": "confidence_threshold",
+    }
     limits = {names[name]: value for name, value in given(options, tuple(names)).items()}
     if lookup_tokens is not None:
         limits["lookup_tokens"] = lookup_tokens

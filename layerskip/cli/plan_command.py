@@ -147,6 +147,8 @@ def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
         lines.append(f"scores {len(plan.draft_vocabulary):,} of the token ids")
     if plan.num_draft_tokens:
         lines.append(f"up to {plan.num_draft_tokens} tokens a round" + stop * (plan.confidence_threshold > 0))
+        if plan.num_siblings:
+            lines.append(f"up to {plan.num_siblings} tokens beside each, verified in the same pass")
         lines.append(
             f"predicted cost of a draft step: {cost:.3f} plain steps; it gains only if more than {min(cost, 1):.0%} of "
             "the drafts are accepted"

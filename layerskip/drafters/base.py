@@ -114,7 +114,7 @@ def draft_chain(
         vocabulary: (ids,), the token ids that the logits belong to; None: all of them, in order.
 
     Returns:
-        A draft of as many steps as the longest row took.
+        A draft of as many steps as the longest row took; with siblings a tree.
     """
     needs_confidence = goes_on is not None or context.confidence_threshold > 0 or context.num_siblings > 0
     chains: list[list[Node]] = [[] for _ in limits]
@@ -125,18 +125,22 @@ def draft_chain(
     while len(tokens) < max(limits) and any(live):
         offset = len(tokens)
         logits = next_logits(offset)
-        ranked, step_probs = _draw(logits, context, state, offset, live, vocabulary)
-        tokens.append(ranked[:, :1])
+        ranked, step_probs, chances = _draw(logits, context, state, offset, live, vocabulary)
+        token = ranked[:, :1]
+        tokens.append(token)
         if step_probs is not None:
             probs.append(step_probs)
-        sureness = _confidence(logits, ranked, vocabulary).tolist() if needs_confidence else [[1.0]] * state.batch
-        told = [sure[0] if alive else None for sure, alive in zip(sureness, live, strict=True)]
+        sureness = (
+            _confidence(logits, token, vocabulary).flatten().tolist() if needs_confidence else [1.0] * state.batch
+        )
+        told = [sure if alive else None for sure, alive in zip(sureness, live, strict=True)]
         wanted = goes_on(offset, told) if goes_on is not None else live
-        for row, each in enumerate(zip(ranked.tolist(), sureness, strict=True)):
+        for row, ((token_id, *others), sure) in enumerate(zip(ranked.tolist(), sureness, strict=True)):
             if live[row]:
-                node, *siblings = (Node(token_id, offset, sure) for token_id, sure in zip(*each, strict=True))
+                node = Node(token_id, offset, sure)
                 chains[row].append(node)
-                beside[row] += siblings
+                of_row = zip(others, chances[row], strict=True)
+                beside[row] += (Node(other, offset, chance) for other, chance in of_row if chance > 0)
                 may_go_on = len(chains[row]) < limits[row] and node.token_id not in context.eos_ids
                 live[row] = may_go_on and wanted[row] and node.confidence >= context.confidence_threshold
     lengths = [len(chain) for chain in chains]
@@ -167,7 +171,7 @@ def draft_steps(
     tokens, probs, confidences = [], [], []
     for offset in range(count):
         logits = next_logits(offset)
-        token, step_probs = _draw(logits, context, state, offset, [True] * state.batch, vocabulary)
+        token, step_probs, _ = _draw(logits, context, state, offset, [True] * state.batch, vocabulary)
         tokens.append(token)
         confidences.append(_confidence(logits, token, vocabulary))
         if step_probs is not None:
@@ -182,11 +186,12 @@ def _draw(
     offset: int,
     live: Sequence[bool],
     vocabulary: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, list[list[float]]]:
     """The draft at `offset`, written behind the tokens before it, and its distribution.
 
     Returns:
-        (batch, 1 + siblings), the draft and those beside it; and (batch, 1, vocab) or None.
+        (batch, 1 + siblings), the draft and those beside it; (batch, 1, vocab) or None; and the probabilities of those
+        beside it, as the processors leave them.
     """
     sampler, where = context.sampler, state.indices(offset)
     if vocabulary is not None and not sampler.prefix_free:  # such processors look ids up by their place
@@ -198,12 +203,12 @@ def _draw(
         count = min(1 + context.num_siblings, scores.shape[-1])
         ranked = context.rule.rank(scores, where.unsqueeze(1), state.round_tensor, count, vocabulary).squeeze(1)
         state.token_ids[state.rows, where] = ranked[:, 0]
-        return ranked, None
+        return ranked, None, _confidence(scores, ranked[:, 1:], vocabulary).tolist()
     token, probs = context.rule.draw(scores, where.unsqueeze(1), state.round_tensor, vocabulary)
     if vocabulary is not None and probs is not None:
         probs = _everywhere(probs, vocabulary, context.vocab_size, 0.0)
     state.token_ids[state.rows, where] = token.squeeze(1)
-    return token, probs
+    return token, probs, [[]] * state.batch
 
 
 def _everywhere(values: Tensor, vocabulary: Tensor, vocab_size: int, elsewhere: float) -> Tensor:
@@ -212,6 +217,6 @@ def _everywhere(values: Tensor, vocabulary: Tensor, vocab_size: int, elsewhere: 
 
 
 def _confidence(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> Tensor:
-    """Raw probability (before processors) of each of `token` (batch, n) among the ids that were scored: (batch, n)."""
-    index = token if vocabulary is None else torch.searchsorted(vocabulary, token)
+    """Probability of each of `token` (batch, n) among the ids that were scored, (batch, 1, ids): (batch, n)."""
+    index = token if vocabulary is None else torch.searchsorted(vocabulary, token.contiguous())
     return logits.float().softmax(-1).squeeze(1).gather(-1, index)

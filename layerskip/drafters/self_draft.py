@@ -92,7 +92,7 @@ class SelfDrafter:
         outputs: list[Tensor] = []
         draft = draft_chain(next_logits, self.context, state, limits, goes_on, self._head.vocabulary)
         self._reading.held = list(state.lengths)
-        if not self.exact_blocks or draft.tree is not None:  # whose tokens do not all have such states
+        if not self.exact_blocks:
             return draft
         return replace(draft, exact_states=torch.cat(exact_states, dim=1), exact_blocks=self.exact_blocks)
 

@@ -28,7 +28,7 @@ class ModelDrafter:
         """`decoder` is the smaller model's."""
         self.decoder = decoder
         self.context = context
-        self._fed: list[list[int]] = []  # of each row, the drafts that it was fed in this round
+        self._fed: list[list[int]] = []  # of each row, the drafts that it was fed, where others may be accepted
 
     def begin(self, state: DecodeState) -> None:
         """Read the prompts."""
@@ -69,9 +69,10 @@ class ModelDrafter:
         draft = draft_chain(next_logits, self.context, state, limits, goes_on)
         # Behind the newest token all of a row's chain was fed, but for the last token of the longest. Nothing else is
         # known to have been: another drafter's tokens may stand where nothing was to be drafted.
-        chains = zip(draft.tokens.tolist(), draft.lengths, strict=True)
-        self._fed = [tokens[: min(count, draft.steps - 1)] for tokens, count in chains]
-        self._reading.held = [length + len(fed) for length, fed in zip(state.lengths, self._fed, strict=True)]
+        fed = [min(count, draft.steps - 1) for count in draft.lengths]
+        self._reading.held = [length + count for length, count in zip(state.lengths, fed, strict=True)]
+        if draft.nodes is not None:
+            self._fed = [[node.token_id for node in row[:count]] for row, count in zip(draft.nodes, fed, strict=True)]
         return draft
 
     def observe(self, state: DecodeState) -> None:

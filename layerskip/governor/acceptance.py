@@ -36,7 +36,9 @@ class AcceptanceRecord:
         self._priors, self._weight = priors, weight
         self._counts: dict[Hashable, tuple[float, float]] = {}  # (accepted, tried), faded
         self._total = (0.0, 0.0)  # (accepted, expected by the priors), faded
-        self._beside = (0.0, 0.0)  # (accepted, tried) of what stood beside a draft that fell, faded
+        # Of what stands beside drafts, faded: (accepted, drafts that fell), (accepted, expected by their confidence).
+        self._beside = (0.0, 0.0)
+        self._beside_total = (0.0, 0.0)
         self.rounds = 0
 
     def expected(self, grade: int, offset: int) -> float:
@@ -53,19 +55,28 @@ class AcceptanceRecord:
 
     @property
     def beside(self) -> float:
-        """P(a token beside a draft is accepted | the draft is not, and the target came so far)."""
-        accepted, tried = self._beside
-        return (accepted + self._weight * _BESIDE) / (tried + self._weight)
+        """P(a token beside a draft is accepted | the target came so far, and the draft is not), proposed or not."""
+        accepted, fell = self._beside
+        return (accepted + self._weight * _BESIDE) / (fell + self._weight)
 
-    def expected_with(self, grade: int, offset: int) -> float:
-        """`expected`, of the draft or a token beside it."""
-        alone = self.expected(grade, offset)
-        return alone if self._beside == (0.0, 0.0) else alone + (1 - alone) * self.beside
+    def chance_beside(self, confidence: float) -> float:
+        """P(a token beside a draft is accepted | the target came so far), to which the drafter gave `confidence`."""
+        accepted, expected = self._beside_total
+        return min(1.0, confidence * (accepted + 1) / (expected + 1))
 
-    def note_beside(self, stood: bool) -> None:
-        """Note what became of the tokens beside a draft that fell."""
-        accepted, tried = self._beside
-        self._beside = accepted * _FADE + stood, tried * _FADE + 1
+    def note_beside(self, expected: float, fell: bool, stood: bool) -> None:
+        """Note what became of the tokens beside a round's drafts.
+
+        Args:
+            expected: the confidences of those that the target came to, added up.
+            fell: whether one of the drafts did.
+            stood: whether one of the tokens beside it was accepted.
+        """
+        accepted, hoped = self._beside_total
+        self._beside_total = accepted * _FADE + stood, hoped * _FADE + expected
+        if fell:
+            accepted, tried = self._beside
+            self._beside = accepted * _FADE + stood, tried * _FADE + 1
 
     def reach(self, grade: int, most: int) -> list[float]:
         """P(the first k drafts of a round are all accepted), for k from 1 to `most`."""
@@ -88,7 +99,9 @@ class AcceptanceRecord:
 
     def rest(self) -> None:
         """Note a round in which the source was not used."""
-        self._total = self._total[0] * _IDLE_FADE, self._total[1] * _IDLE_FADE
+        for name in ("_total", "_beside", "_beside_total"):
+            accepted, tried = getattr(self, name)
+            setattr(self, name, (accepted * _IDLE_FADE, tried * _IDLE_FADE))
         for key, (accepted, tried) in self._counts.items():
             self._counts[key] = accepted * _IDLE_FADE, tried * _IDLE_FADE
 

@@ -18,7 +18,9 @@ from layerskip.errors import SettingError
 __all__ = ["CostRatios", "Costs", "FixedCosts", "MeasuredCosts"]
 
 VERIFY_SLOPE = 0.02  # of a plain step for each further token, until measured; SmolLM2 on CPU: 0.01 to 0.03
-_PRIOR_WEIGHT = 3  # of the slope above, in measurements
+_SLOPE_WEIGHT = 2  # of the slope above, in measurements of any width
+_PRIOR_WEIGHT = 3  # of what the slope says of a width, in measurements of that width
+_FIRST_STEPS = 2  # plain ones, before several rows draft
 _WINDOW = 9  # measurements whose median counts: long enough to outvote a hiccup, short enough to follow the machine
 
 
@@ -120,6 +122,8 @@ class MeasuredCosts:
     What a plain step takes (`scale`) moves with the machine and the text's length, and is judged by every round; what
     wider passes and drafts cost in plain steps hardly moves, and is remembered. It does move with the number of rows:
     where many are computed at once a wider pass costs by its tokens, where few are left it costs next to nothing.
+    Several rows are therefore decoded plainly at first: a scale judged by wide passes, by ratios that are judged by that
+    scale, would be believed for ever.
     """
 
     def __init__(self, draft_ratios: Mapping[str, float], rows: int = 1) -> None:
@@ -137,8 +141,9 @@ class MeasuredCosts:
         self._scales: deque[float] = deque(maxlen=_WINDOW)
         self._scale = 1.0  # of a plain step; before anything is measured everything is in plain steps
         self._ratios: dict[int | str, deque[float]] = {}  # by width of a pass, or source of a draft
+        self._slopes: deque[float] = deque(maxlen=_WINDOW)  # what each further token added to the last passes
         self._table = [1.0, 1.0]  # of the ratios by width, made anew when one was measured
-        self._rounds_without_plain, self._has_plain = 0, False
+        self._rounds_without_plain, self._plain_steps = 0, 0
 
     def verify(self, width: int) -> float:
         """See `Costs.verify`."""
@@ -151,13 +156,21 @@ class MeasuredCosts:
 
     def note_verify(self, width: int, seconds: float) -> None:
         """See `Costs.note_verify`."""
+        if width == 1 and not self._plain_steps:  # all else was measured by a guess
+            self._forget()
+        known = self._ratios.get(width, ())
         if width > 1 and self._scales:
-            self._ratios.setdefault(width, deque(maxlen=_WINDOW)).append(seconds / self._scale)
+            ratio = seconds / self._scale
+            self._ratios.setdefault(width, deque(maxlen=_WINDOW)).append(ratio)
+            self._slopes.append((ratio - 1) / (width - 1))
             del self._table[2:]
-        self._scales.append(seconds / self._verify_ratio(width))
+        if width == 1 or not self._plain_steps:
+            self._scales.append(seconds / self._verify_ratio(width))
+        elif len(known) >= _PRIOR_WEIGHT:  # so many as say what such a pass takes
+            self._scales.append(seconds / max(1.0, median(known)))
         self._scale = median(self._scales)
         self._rounds_without_plain = 0 if width == 1 else self._rounds_without_plain + 1
-        self._has_plain = self._has_plain or width == 1
+        self._plain_steps += width == 1
 
     def note_draft(self, source: str, steps: int, seconds: float) -> None:
         """See `Costs.note_draft`; a source without cost is not timed."""
@@ -172,7 +185,9 @@ class MeasuredCosts:
 
     def lacks_plain(self) -> bool:
         """When it was not measured in the first rounds, or not for long: without it no loss can be noticed."""
-        return self._rounds_without_plain >= (128 if self._has_plain else 3)
+        if self._measured_rows > 1 and self._plain_steps < _FIRST_STEPS:
+            return True
+        return self._rounds_without_plain >= (128 if self._plain_steps else 3)
 
     def to_dict(self) -> dict[str, Any]:
         """See `Costs.to_dict`; ratios are in plain steps."""
@@ -184,12 +199,18 @@ class MeasuredCosts:
         }
 
     def _verify_ratio(self, width: int) -> float:
-        """Of a pass over `width` tokens: measured, the less often the more by the prior; no less than a plain step.
+        """Of a pass over `width` tokens: measured, the less often the more by what each further token adds to passes of
+        other widths, and to begin with by the prior; no less than a plain step.
 
         Not always more than of a narrower one: packed linears take longer for two rows than for four.
         """
+        if len(self._table) > width:
+            return self._table[width]
+        count = len(self._slopes)
+        slope = max(0.0, median(self._slopes)) if count else 0.0
+        slope = (count * slope + _SLOPE_WEIGHT * VERIFY_SLOPE) / (count + _SLOPE_WEIGHT)
         while len(self._table) <= width:
-            own = 1 + VERIFY_SLOPE * (len(self._table) - 1)
+            own = 1 + slope * (len(self._table) - 1)
             measured = self._ratios.get(len(self._table))
             if measured:
                 own = (len(measured) * median(measured) + _PRIOR_WEIGHT * own) / (len(measured) + _PRIOR_WEIGHT)

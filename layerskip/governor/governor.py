@@ -1,6 +1,7 @@
 """The decision before each round: from which source each row drafts, and how many tokens.
 
-A round of `k` drafts commits 1 + sum of P(first j accepted) tokens and costs ``k * draft + verify(k + 1)``. What
+A round of `k` drafts commits 1 + sum of P(first j accepted) tokens and costs ``k * draft + verify(k + 1)``; where
+tokens stand beside the drafts, it is P(first j accepted, or one beside the last of them), and a wider pass. What
 maximises tokens per time is taken, nothing drafted being one of the choices (Leviathan et al. 2023, thm. 3.8, with
 acceptance by offset and measured costs in place of one constant each). While a draft is being made, the next token is
 drafted only if the chance that it stands is worth its time at that rate, which is the optimal stopping rule of a
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, product, takewhile, zip_longest
 from operator import mul
 from statistics import mean
 from typing import Any, Protocol
 
-from layerskip.draft import Draft, Node, nodes_of, tree_draft
+from layerskip.draft import Draft, Node, tree_draft
 from layerskip.drafters.base import GoesOn
 from layerskip.governor.acceptance import HOPE_WEIGHT, AcceptanceRecord
 from layerskip.governor.costs import Costs
@@ -166,8 +167,8 @@ class WorthIt:
         """`costs`: measured, or given."""
         self.sources = sources
         self.costs = costs
-        # How many columns of the pass the last trees took beside their chains.
-        self._beside: dict[str, deque[int]] = {name: deque(maxlen=_WINDOW) for name in sources}
+        # How many columns of the pass the last trees took beside their chains, for each draft of these.
+        self._beside: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in sources}
         self._records = {
             name: [AcceptanceRecord(each.priors, each.prior_weight) for _ in range(batch)]
             for name, each in sources.items()
@@ -199,7 +200,10 @@ class WorthIt:
                 grade = grades[row] or 0
                 is_live = confidence is not None and limits[row] > offset + 1
                 reach[row] *= records[row].expected_of(grade, offset, confidence) if is_live and confidence else 0.0
-                chances.append(reach[row] * records[row].expected_with(grade, offset + 1))
+                chance = records[row].expected(grade, offset + 1)
+                if self.sources[source].num_siblings:
+                    chance += (1 - chance) * records[row].beside
+                chances.append(reach[row] * chance)
             # Another step costs the same for one row as for all.
             price = self.costs.draft(source) + self.costs.verify(offset + 3) - self.costs.verify(offset + 2)
             is_worth_it = sum(chances) > price * decision.rate
@@ -209,9 +213,9 @@ class WorthIt:
 
     def trimmed(self, source: str, decision: Decision, draft: Draft) -> Draft:
         """See `Governor.trimmed`: another column of the pass costs the same for one row as for all."""
-        if draft.tree is None:
+        if draft.nodes is None:
             return draft
-        width, nodes = 1 + draft.steps, nodes_of(draft)
+        width, nodes = 1 + draft.steps, draft.nodes
         price = (self.costs.verify(width + _STRETCH) - self.costs.verify(width)) / _STRETCH
         price = max(price, _LEAST_PRICE * self.costs.verify(1)) * decision.rate
         ranked = [self._siblings(source, row, of_row, decision, draft) for row, of_row in enumerate(nodes)]
@@ -221,8 +225,9 @@ class WorthIt:
             [*of_row[:length], *(node for chance, node in siblings[:worth] if chance >= _LEAST_GAIN)]
             for of_row, length, siblings in zip(nodes, draft.lengths, ranked, strict=True)
         ]
-        self._beside[source].append(max(map(len, kept)) - draft.steps)
-        return tree_draft(kept, draft.lengths, draft.tokens.device)
+        self._beside[source].append((max(map(len, kept)) - draft.steps) / draft.steps)
+        trimmed = tree_draft(kept, draft.lengths, draft.tokens.device)
+        return replace(trimmed, exact_states=draft.exact_states, exact_blocks=draft.exact_blocks)
 
     def _siblings(
         self, source: str, row: int, nodes: Sequence[Node], decision: Decision, draft: Draft
@@ -232,7 +237,7 @@ class WorthIt:
         chain, siblings = nodes[: draft.lengths[row]], nodes[draft.lengths[row] :]
         stands = (record.expected_of(grade, offset, node.confidence) for offset, node in enumerate(chain))
         reach = [*accumulate(stands, mul, initial=1.0)]  # of the token behind which a node stands
-        chances = [(reach[node.parent] * node.confidence, node) for node in siblings]
+        chances = [(reach[node.parent] * record.chance_beside(node.confidence), node) for node in siblings]
         return sorted(chances, key=lambda each: each[0], reverse=True)
 
     def learn(
@@ -250,8 +255,13 @@ class WorthIt:
                 if count and stood is not None and draft is not None:
                     confidences = draft.confidences[row][:count] if draft.confidences else ()
                     record.record(decision.grades[name][row] or 0, confidences, count, stood)
-                    if self.sources[name].num_siblings and stood < count:
-                        record.note_beside(bool(beside) and beside[row])
+                    if self.sources[name].num_siblings:
+                        hoped = (
+                            0.0
+                            if draft.nodes is None
+                            else sum(node.confidence for node in draft.nodes[row][count:] if node.parent <= stood)
+                        )
+                        record.note_beside(hoped, stood < count, bool(beside) and beside[row])
                 else:
                     record.rest()
 
@@ -294,15 +304,13 @@ class WorthIt:
         """The length of each source's drafts that gives most tokens per time, and that rate."""
         drafting = [self.costs.draft(name) for name in gains]
         # A tree is wider than its chain, by as much as the last ones were.
-        beside = max((round(mean(each)) for each in self._beside.values() if each), default=0)
-        verifying = [
-            self.costs.verify(1 + drafts + (beside if drafts else 0)) for drafts in range(max(map(len, gains.values())))
-        ]
+        beside = [mean(self._beside[name]) if self._beside[name] else 0.0 for name in gains]
         best, best_rate = (0,) * len(gains), 0.0
         for lengths in product(*map(range, map(len, gains.values()))):
             of_sources = (of_source[k] for of_source, k in zip(gains.values(), lengths, strict=True))
             tokens = running + sum(map(max, zip(*of_sources, strict=True)) if len(lengths) > 1 else next(of_sources))
-            seconds = verifying[max(lengths)] + sum(map(mul, lengths, drafting))
+            width = 1 + max(k + round(k * each) for k, each in zip(lengths, beside, strict=True))
+            seconds = self.costs.verify(width) + sum(map(mul, lengths, drafting))
             if tokens > best_rate * seconds:
                 best, best_rate = lengths, tokens / seconds
         return dict(zip(gains, best, strict=True)), best_rate

@@ -49,7 +49,15 @@ class Teacher:
         self._behind = [each for each in behind if each]
         self._shape = (len(tokens), len(self._behind), tokens.shape[1], decoder.hidden_size)
         self._numbers = len(tokens) * len(self._behind) * tokens.shape[1] * decoder.hidden_size
-        self._folder, self._keeps = folder, self._numbers * decoder.dtype.itemsize <= most_bytes
+        size = self._numbers * decoder.dtype.itemsize
+        self._folder, self._keeps = folder, size <= most_bytes
+        if most_bytes and not self._keeps:
+            warnings.warn(
+                f"the model's states of all texts take {size / 1e9:.1f} GB, and at most {most_bytes / 1e9:.1f} may be "
+                "kept. They are computed anew each time, which takes longer. Raise kept_state_bytes, or train on fewer "
+                "texts.",
+                stacklevel=2,
+            )
         digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
         self._made_for = {
             "model": asdict(identity),
