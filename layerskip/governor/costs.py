@@ -21,6 +21,7 @@ VERIFY_SLOPE = 0.02  # of a plain step for each further token, until measured; S
 _SLOPE_WEIGHT = 2  # of the slope above, in measurements of any width
 _PRIOR_WEIGHT = 3  # of what the slope says of a width, in measurements of that width
 _FIRST_STEPS = 2  # plain ones, before several rows draft
+_LONG_WINDOW = 36  # the same of ratios, which move less: a slower machine is not to be taken for dearer passes
 _WINDOW = 9  # measurements whose median counts: long enough to outvote a hiccup, short enough to follow the machine
 
 
@@ -122,8 +123,8 @@ class MeasuredCosts:
     What a plain step takes (`scale`) moves with the machine and the text's length, and is judged by every round; what
     wider passes and drafts cost in plain steps hardly moves, and is remembered. It does move with the number of rows:
     where many are computed at once a wider pass costs by its tokens, where few are left it costs next to nothing.
-    Several rows are therefore decoded plainly at first: a scale judged by wide passes, by ratios that are judged by that
-    scale, would be believed for ever.
+    Several rows are therefore decoded plainly at first: a scale judged by wide passes, and these by that scale, would be
+    believed for ever.
     """
 
     def __init__(self, draft_ratios: Mapping[str, float], rows: int = 1) -> None:
@@ -161,7 +162,7 @@ class MeasuredCosts:
         known = self._ratios.get(width, ())
         if width > 1 and self._scales:
             ratio = seconds / self._scale
-            self._ratios.setdefault(width, deque(maxlen=_WINDOW)).append(ratio)
+            self._ratios.setdefault(width, deque(maxlen=_LONG_WINDOW)).append(ratio)
             self._slopes.append((ratio - 1) / (width - 1))
             del self._table[2:]
         if width == 1 or not self._plain_steps:
@@ -175,7 +176,7 @@ class MeasuredCosts:
     def note_draft(self, source: str, steps: int, seconds: float) -> None:
         """See `Costs.note_draft`; a source without cost is not timed."""
         if self._draft_ratios[source] > 0 and self._scales:
-            self._ratios.setdefault(source, deque(maxlen=_WINDOW)).append(seconds / steps / self._scale)
+            self._ratios.setdefault(source, deque(maxlen=_LONG_WINDOW)).append(seconds / steps / self._scale)
 
     def note_rows(self, rows: int) -> None:
         """See `Costs.note_rows`: what was measured with twice as many is not remembered."""
