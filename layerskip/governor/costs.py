@@ -123,8 +123,8 @@ class MeasuredCosts:
     What a plain step takes (`scale`) moves with the machine and the text's length, and is judged by every round; what
     wider passes and drafts cost in plain steps hardly moves, and is remembered. It does move with the number of rows:
     where many are computed at once a wider pass costs by its tokens, where few are left it costs next to nothing.
-    Several rows are therefore decoded plainly at first: a scale judged by wide passes, and these by that scale, would be
-    believed for ever.
+    Several rows are therefore decoded plainly at first: a scale judged by wide passes, and these by that scale, would
+    be believed for ever.
     """
 
     def __init__(self, draft_ratios: Mapping[str, float], rows: int = 1) -> None:
