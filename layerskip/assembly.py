@@ -22,7 +22,6 @@ from layerskip.memory import Memory, new_cache
 from layerskip.models.adapter import Adapter
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
-from layerskip.plan import DraftPlan
 from layerskip.processing import make_processors
 from layerskip.request import Request
 from layerskip.rules import make_rule
@@ -90,34 +89,22 @@ def build_engine(
         SettingError: an acceptance rule that does not exist, or stop strings without tokenizer.
         DecodingError: there is no memory for the cache.
     """
-    settings, plan, device = request.settings, request.plan, decoder.device
+    settings, device = request.settings, decoder.device
     lengths = [len(prompt) for prompt in request.prompts]
     limits = [min(settings.longest(length), decoder.max_positions) for length in lengths]
     # No draft can be longer than what a row may still emit, whatever the plan allows.
     room = max(limit - length for limit, length in zip(limits, lengths, strict=True))
     most = min(room, max((each.most for each in planned.values()), default=0))
     adapter = next((each.adapter for each in planned.values() if each.adapter is not None), None)
-    processors = make_processors(settings, request.caller_processors, lengths, str(device), request.row_view)
-    context = DraftContext(
-        sampler=Sampler(processors, settings.do_sample),
-        rule=make_rule(request.acceptance_rule, torch.tensor(request.seeds, device=device), settings.do_sample),
-        eos_ids=frozenset(settings.eos_token_id),
-        confidence_threshold=plan.confidence_threshold if plan is not None else 0.0,
-        vocab_size=decoder.vocab_size,
-        chunk=settings.prefill_chunk_size,
-    )
+    context = _context(decoder, request, lengths)
     # Room for the longest row and one pass beyond it: the last pass may draft past the end.
     capacity = max(limits) + (request.pass_width or tier_of(most) + 1)
     pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
     rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
     known, release = Memory(), rounds.release
-    obstacle = _tree_obstacle(request, context, rounds)
-    siblings = {name: 0 if obstacle else _siblings(each, decoder, plan) for name, each in planned.items()}
+    siblings, note = _siblings(request, context, rounds, planned, decoder.vocab_size)
     widest = max((min(each.most, most) * (1 + siblings[name]) for name, each in planned.items()), default=0)
     capacity = max(capacity, max(limits) + widest + 1)
-    execution = rounds.execution
-    if obstacle and any(each.num_siblings for each in planned.values()):
-        execution += f"; chains, no trees: {obstacle}"
     try:
         if memory is not None:
             known = memory.resume(decoder, request.prompts[0], capacity, adapter)
@@ -146,7 +133,7 @@ def build_engine(
             output_scores=settings.output_scores,
             release=release,
             mode=torch.no_grad if _has_guests(decoder, request) else torch.inference_mode,
-            stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=execution),
+            stats=DecodeStats(accepted_histogram=[0] * (most + 1), execution=rounds.execution + note),
             # Last: with it the clock of max_time begins to run.
             stopping=make_stopping(
                 settings, request.caller_criteria, tokenizer, lengths, decoder.max_positions, request.row_view
@@ -157,21 +144,36 @@ def build_engine(
         raise
 
 
-def _tree_obstacle(request: Request, context: DraftContext, rounds: Rounds) -> str | None:
-    """Why several tokens cannot be proposed for one place; None: they can."""
+def _context(decoder: Decoder, request: Request, lengths: Sequence[int]) -> DraftContext:
+    """What drafts and their verification share, for prompts of these lengths."""
+    settings, device = request.settings, decoder.device
+    processors = make_processors(settings, request.caller_processors, lengths, str(device), request.row_view)
+    return DraftContext(
+        sampler=Sampler(processors, settings.do_sample),
+        rule=make_rule(request.acceptance_rule, torch.tensor(request.seeds, device=device), settings.do_sample),
+        eos_ids=frozenset(settings.eos_token_id),
+        confidence_threshold=request.plan.confidence_threshold if request.plan is not None else 0.0,
+        vocab_size=decoder.vocab_size,
+        chunk=settings.prefill_chunk_size,
+    )
+
+
+def _siblings(
+    request: Request, context: DraftContext, rounds: Rounds, planned: Mapping[str, PlannedDrafter], vocab_size: int
+) -> tuple[dict[str, int], str]:
+    """How many tokens each drafter may propose beside each draft, and, for the statistics, why none if it is none."""
     if rounds.static is not None:
-        return "rounds have fixed shapes"
-    if request.pass_width is not None:
-        return "passes have the width that was asked for"
-    if not context.sampler.prefix_free:
-        return "a logits processor looks at the tokens before each position, and would have to be asked about each path"
-    return None
-
-
-def _siblings(planned: PlannedDrafter, decoder: Decoder, plan: DraftPlan | None) -> int:
-    """As many as there are ids to say."""
-    ids = plan.draft_vocabulary if plan is not None else None
-    return min(planned.num_siblings, (decoder.vocab_size if ids is None else len(ids)) - 1)
+        obstacle = "rounds have fixed shapes"
+    elif request.pass_width is not None:
+        obstacle = "passes have the width that was asked for"
+    elif not context.sampler.prefix_free:
+        obstacle = "a logits processor looks at the tokens before each position, and would be asked about each path"
+    else:
+        ids = request.plan.draft_vocabulary if request.plan is not None else None
+        most = (vocab_size if ids is None else len(ids)) - 1
+        return {name: min(each.num_siblings, most) for name, each in planned.items()}, ""
+    is_asked = any(each.num_siblings for each in planned.values())
+    return dict.fromkeys(planned, 0), f"; chains, no trees: {obstacle}" if is_asked else ""
 
 
 def _hand_back(cache: KVCache, used: KVCache, begin: int, release: Callable[[], None]) -> None:

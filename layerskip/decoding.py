@@ -64,7 +64,8 @@ def make_result(
         rows[commit.row].append(commit)
     engine.stats.costs = engine.governor.to_dict()
     if engine.static is not None and engine.static.obstacle is not None:
-        engine.stats.execution = f"static: {engine.static.obstacle}"
+        _, *notes = engine.stats.execution.split("; ", 1)
+        engine.stats.execution = "; ".join([f"static: {engine.static.obstacle}", *notes])
     new_token_ids = [[commit.token_id for commit in row] for row in rows]
     settings = request.settings
     pad = settings.pad_token_id if settings.pad_token_id is not None else (*settings.eos_token_id, 0)[0]

@@ -30,7 +30,8 @@ def propose(vocabulary, prompts=PROMPTS, limits=(4, 4, 4), **options):
     engine = make_engine(agreeing_model("llama"), prompts, make, **{"max_new_tokens": 16, **options})
     engine.read_prompts()
     with torch.inference_mode():
-        return drafter_of(engine).propose(engine.state, list(limits))
+        limits = [limits[number] for number in engine.state.numbers]  # a row may have ended with its first token
+        return drafter_of(engine).propose(engine.state, limits)
 
 
 class TestDrafts:
@@ -82,7 +83,8 @@ class TestDrafts:
         assert max(propose(VOCABULARIES["every second"], confidence_threshold=0.999).num_drafted) == 1
 
     def test_end_behind_an_end_of_text(self):
-        assert propose([27], eos_token_id=(27,)).num_drafted == [1, 1, 1]
+        counts = propose([27], eos_token_id=(27,)).num_drafted
+        assert counts and set(counts) == {1}
 
 
 class TestOutput:

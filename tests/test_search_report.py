@@ -474,5 +474,5 @@ def test_missing_report_is_named(tmp_path: Path) -> None:
 
 def test_template_is_packaged() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
-    templates = [path.name for path in (ROOT / "search" / "report").iterdir() if path.suffix == ".jinja"]
-    assert data["layerskip.search.report"] == templates
+    files = {path.name for path in (ROOT / "search" / "report").iterdir() if path.suffix in (".jinja", ".css")}
+    assert set(data["layerskip.search.report"]) == files

@@ -115,6 +115,7 @@ def test_dictionary_is_all_counts_times_and_rates_for_json(stats):
         "rounds": 4,
         "round_tokens": 8,
         "proposed": 11,
+        "proposed_beside": 0,
         "accepted": 6,
         "drafted_by_offset": [4, 3, 2],
         "accepted_by_offset": [3, 2, 1],

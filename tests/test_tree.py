@@ -227,7 +227,7 @@ DECODING = {
 
 
 @pytest.mark.parametrize("decoding", DECODING.values(), ids=DECODING)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "with lookup"])  # which lives by what was said
 def test_more_stands_than_of_a_chain(plans, plan, decoding):
     """Guards the tests above: siblings are accepted in them, and drafts go on from there."""
     model = layerskip.wrap(agreeing_model("llama"))
@@ -395,7 +395,7 @@ def test_exact_states_are_used_where_no_sibling_is_worth_it(monkeypatch):
         return run(self, hidden, path, *rest, **named)
 
     monkeypatch.setattr(Decoder, "run", counted)
-    ratios = CostRatios(draft=0.01, verify_slope=0.9)
+    ratios = CostRatios(draft=0.01, verify_slope=0.35)
     model = layerskip.wrap(agreeing_model("llama"))
     model.generate(ROWS[0], plan=DraftPlan.exit(2, num_siblings=3), governor="fixed", cost_ratios=ratios,
                    max_new_tokens=30, eos_token_id=None)  # fmt: skip
@@ -407,7 +407,7 @@ def test_rows_that_are_kept_for_their_hooks(plans):
     rows = [prompt(4 + 3 * row, seed=row)[0].tolist() for row in range(5)]
     options = {"max_new_tokens": 24, "eos_token_id": [7, 19]}
     own = [transformers_greedy(model, torch.tensor([row]), **options)[0, len(row) :].tolist() for row in rows]
-    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    handle = model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
     try:
         result = layerskip.wrap(model).generate(rows, **always(plans["exit"]), **options)
     finally:
