@@ -40,7 +40,7 @@ class DraftContext:
         vocab_size: of the target.
         chunk: most tokens of a row that are read in one pass; None: all.
         num_siblings: further tokens to propose beside each draft of a chain, which costs nothing but their places in
-            the verification pass. All are then chosen, not drawn.
+            the verification pass. All are then ranked, not drawn.
     """
 
     sampler: Sampler

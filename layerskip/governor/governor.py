@@ -256,11 +256,8 @@ class WorthIt:
                     confidences = draft.confidences[row][:count] if draft.confidences else ()
                     record.record(decision.grades[name][row] or 0, confidences, count, stood)
                     if self.sources[name].num_siblings:
-                        hoped = (
-                            0.0
-                            if draft.nodes is None
-                            else sum(node.confidence for node in draft.nodes[row][count:] if node.parent <= stood)
-                        )
+                        siblings = () if draft.nodes is None else draft.nodes[row][count:]
+                        hoped = sum(node.confidence for node in siblings if node.parent <= stood)
                         record.note_beside(hoped, stood < count, bool(beside) and beside[row])
                 else:
                     record.rest()
