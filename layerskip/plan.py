@@ -41,8 +41,8 @@ class DraftPlan:
             head of a large vocabulary costs as much as several blocks; acceptance stays exact.
         num_draft_tokens: most tokens that the path, or the other model, drafts a round; 0: it drafts nothing.
         num_siblings: further tokens that are proposed beside each of these drafts, and verified in the same pass, as a
-            tree; all are then ranked, not drawn (`AcceptanceRule.rank`). It takes drafts of one token after another, and processors that do
-            not look at the text; elsewhere, and in rounds of fixed shapes, chains are drafted.
+            tree; all are then ranked, not drawn (`AcceptanceRule.rank`). It takes drafts of one token after another,
+            and processors that do not look at the text; elsewhere, and in rounds of fixed shapes, chains are drafted.
         lookup_tokens: most tokens a round that are copied from where the text last went on from the same words (prompt
             lookup); 0: none. With both, each round uses the source that does better.
         confidence_threshold: a draft ends behind a token whose probability in the draft is below this; 0: never.
