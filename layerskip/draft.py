@@ -97,9 +97,9 @@ def tree_draft(rows: Sequence[Sequence[Node]], lengths: Sequence[int], device: t
     return replace(draft, tree=Tree(parents, device), num_in_chain=list(lengths))
 
 
-def empty_draft(state: DecodeState) -> Draft:
-    """A proposal of no tokens: the round is then a plain step."""
-    return Draft(state.token_ids.new_zeros((state.batch, 0)), [0] * state.batch)
+def empty_draft(state: DecodeState, padding: int = 0) -> Draft:
+    """A proposal of no tokens: the round is then a plain step, of a pass that is wider by `padding` columns."""
+    return Draft(state.token_ids.new_zeros((state.batch, padding)), [0] * state.batch)
 
 
 def merged(drafts: Sequence[Draft], vocab_size: int) -> Draft:

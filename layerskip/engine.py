@@ -140,7 +140,7 @@ class Engine:
             self._read()
             self.state.cache.commit(self.state.lengths)
             for drafter in self.drafters.values():
-                drafter.observe(self.state)
+                drafter.catch_up(self.state)
 
     def decode_round(self) -> list[Commit]:
         """One round for all rows that are still decoding."""
@@ -182,7 +182,9 @@ class Engine:
         decision = self.governor.decide(rooms, {name: each.outlook(state) for name, each in self.drafters.items()})
         watch.mark()
         drafts = self._draft(decision, watch)
-        draft = merged(list(drafts.values()), self.context.vocab_size) if drafts else empty_draft(state)
+        draft = (
+            merged(list(drafts.values()), self.context.vocab_size) if drafts else empty_draft(state, decision.padding)
+        )
         watch.mark()
         if self.static is not None:
             (decided, width), said = self.static.verify(draft), Said()
@@ -225,11 +227,13 @@ class Engine:
         self.stopping = [self.stopping[row] for row in rows]
 
     def _draft(self, decision: Decision, watch: Stopwatch) -> dict[str, Draft]:
-        """The drafts of those drafters that are to draft, with a mark behind each."""
+        """The drafts of those drafters that are to draft, with a mark before and behind each."""
         drafts = {}
         for name, drafter in self.drafters.items():
             limits = decision.limits[name]
             if any(limits):
+                drafter.catch_up(self.state)
+                watch.mark()
                 if self.static is not None and isinstance(drafter, Recordable):
                     drafts[name] = self.static.draft(name, drafter, limits)
                 else:
@@ -243,17 +247,20 @@ class Engine:
         return 0 if self.static is None else self.static.count
 
     def _record_times(self, drafts: Mapping[str, Draft], width: int, laps: list[float], recorded: int) -> None:
-        """Count the seconds of a round: deciding, each drafter, joining their drafts, verifying, all that follows."""
+        """Count the seconds of a round: deciding, each drafter, joining their drafts, verifying, all that follows.
+
+        What a drafter took to catch up is drafting, but says nothing of what its next draft will take.
+        """
         if self._recorded() > recorded:  # what that took says nothing of rounds to come
             self.stats.recording_s += sum(laps)
             return
-        decide_s, *draft_s = laps[: 1 + len(drafts)]
-        merge_s, verify_s, *rest = laps[1 + len(drafts) :]
+        decide_s, *drafting_s = laps[: 1 + 2 * len(drafts)]
+        merge_s, verify_s, *rest = laps[1 + 2 * len(drafts) :]
         host_s = decide_s + merge_s + sum(rest)
         counts = [each.steps for each in drafts.values()]
-        steps = dict(zip(drafts, zip(counts, draft_s, strict=True), strict=True))
+        steps = dict(zip(drafts, zip(counts, drafting_s[1::2], strict=True), strict=True))
         self.governor.note_times(steps, width, verify_s + host_s)
-        self.stats.draft_s += sum(draft_s)
+        self.stats.draft_s += sum(drafting_s)
         self.stats.verify_s += verify_s
         self.stats.host_s += host_s
 

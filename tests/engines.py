@@ -116,6 +116,9 @@ class ScriptedDrafter:
         probs = torch.nn.functional.one_hot(tokens, self.context.vocab_size).double()
         return Draft(tokens, list(limits), probs)
 
+    def catch_up(self, state: DecodeState) -> None:
+        """Nothing."""
+
     def observe(self, state: DecodeState) -> None:
         pass
 
@@ -136,6 +139,9 @@ class LogitsDrafter:
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         logits = self.logits.expand(state.batch, 1, -1)
         return draft_chain(lambda offset: logits, self.context, state, limits, goes_on)
+
+    def catch_up(self, state: DecodeState) -> None:
+        """Nothing."""
 
     def observe(self, state: DecodeState) -> None:
         pass

@@ -10,11 +10,12 @@ import torch
 from layerskip.drafters import LookupDrafter, ModelDrafter, SelfDrafter
 from layerskip.drafters.self_draft import count_exact_blocks
 from layerskip.governor import Always, Source
+from layerskip.models.adapter import AdapterSpec
 from layerskip.models.decoder import Decoder, Step
 from layerskip.plan import DraftPlan
 from tests.contracts import PROMPTS, DrafterContract, DrawingDrafterContract
 from tests.engines import LogitsDrafter, drafter_of, make_engine, run_checked
-from tests.special_models import agreeing_model
+from tests.special_models import adapter_of, agreeing_model
 from tests.tiny_models import NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
 
 
@@ -161,6 +162,48 @@ def drafting(most: int) -> Always:
     return Always({"drafter": Source(most, cost_ratio=0.1)})
 
 
+class Late(Always):
+    """Lets nobody draft in the first rounds."""
+
+    def __init__(self, sources, rounds: int) -> None:
+        super().__init__(sources)
+        self.left = rounds
+
+    def decide(self, rooms, grades):
+        self.left -= 1
+        return super().decide([min(room, 0) for room in rooms] if self.left >= 0 else rooms, grades)
+
+
+ADAPTER = adapter_of(agreeing_model("llama"), AdapterSpec(0, further_states=(1,)))
+READERS = {
+    "trained blocks": lambda decoder, context: SelfDrafter(decoder, (), context, adapter=ADAPTER),
+    "a draft model": lambda _, context: ModelDrafter(Decoder(tiny_model("llama")), context),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("name", READERS)
+def test_who_does_not_draft_reads_nothing(name, chunk):
+    """And once it drafts it reads all of it, a long text in parts, and drafts what it would behind a prompt."""
+    model, adapter = agreeing_model("llama"), ADAPTER if name == "trained blocks" else None
+    options = {"max_new_tokens": 60, "adapter": adapter, "prefill_chunk_size": chunk}
+    engine = make_engine(model, PROMPTS, READERS[name], **options)
+    engine.governor = Late(engine.governor.sources, 20)
+    engine.read_prompts()
+    for _ in range(20):
+        engine.decode_round()
+    assert drafter_of(engine)._reading.held == [0] * len(PROMPTS)
+    behind_a_prompt = make_engine(model, [text[:-1] for text in engine.state.texts], READERS[name], **options)
+    behind_a_prompt.read_prompts()
+    proposed = []
+    for each in (engine, behind_a_prompt):
+        with torch.inference_mode():
+            drafter_of(each).catch_up(each.state)
+            assert min(drafter_of(each)._reading.held) > 20
+            proposed.append(drafter_of(each).propose(each.state, [3] * len(PROMPTS)).tokens)
+    assert torch.equal(*proposed)
+
+
 class Resting(Always):
     """Lets everybody rest for some rounds once row 0 has finished."""
 
@@ -203,7 +246,8 @@ class TestModelDrafterCache:
     def test_it_holds_the_committed_tokens_after_every_round(self):
         """At most two behind: the newest token, and the last of an accepted draft, were never fed to it."""
         engine = self.engine()
-        commits = engine.read_prompts()
+        engine.read_prompts()
+        commits = engine.decode_round()
         while any(engine.state.active):
             drafter_of(engine).cache.check()
             behind = [length - held for length, held in zip(engine.state.lengths, drafter_of(engine).cache.lengths,

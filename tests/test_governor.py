@@ -290,6 +290,29 @@ class TestCostsOfSeveralRows:
         assert self.measured(8, [(1, 1.0)]).lacks_plain() and not self.measured(8, [(1, 1.0)] * 2).lacks_plain()
         assert not self.measured(1, []).lacks_plain()
 
+    def test_then_they_measure_what_a_wider_pass_costs(self):
+        """Before a drafter has read anything; where that costs too much for any draft, nobody drafts."""
+        costs = self.measured(8, [(1, 1.0)] * 2)
+        governor = WorthIt({"self": Source(4, 0.1)}, costs, 8)
+        for _ in range(2):
+            decision = governor.decide([9] * 8, {"self": [0] * 8})
+            assert decision.padding == 1 and not any(decision.limits["self"])
+            governor.note_times({}, 2, 2.1)
+        decision = governor.decide([9] * 8, {"self": [0] * 8})
+        assert decision.padding == 0 and not any(decision.limits["self"])
+        assert not self.measured(1, [(1, 1.0)] * 9).lacks_wider()
+
+    def test_nothing_is_measured_for_drafts_that_there_cannot_be(self):
+        governor = WorthIt({"self": Source(4, 0.1)}, self.measured(8, [(1, 1.0)] * 2), 8)
+        assert governor.decide([9] * 8, {"self": [None] * 8}).padding == 0
+        assert governor.decide([0] * 8, {"self": [0] * 8}).padding == 0
+
+    def test_it_is_measured_again_now_and_then(self):
+        costs = self.measured(8, [(1, 1.0), (1, 1.0), (2, 2.1), (2, 2.1), *[(1, 1.0)] * 127])
+        assert not costs.lacks_wider()
+        costs.note_verify(1, 1.0)
+        assert costs.lacks_wider()
+
     def test_a_scale_that_was_guessed_is_not_believed_for_ever(self):
         """Passes over five tokens take three plain steps: catches a scale that they lift until they look cheap."""
         costs = self.measured(8, [(1, 1.0), (1, 1.0), *[(5, 3.0)] * 40])

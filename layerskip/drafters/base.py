@@ -68,6 +68,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def catch_up(self, state: DecodeState) -> None:
+        """Read what it lacks of the texts, if that is more than a draft reads anyway: it is about to draft.
+
+        A drafter that is not asked reads nothing, and what this takes does not count as the time of a draft.
+        """
+        ...
+
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """Draft up to ``limits[row]`` tokens behind each row's newest; at least one limit is positive."""
         ...

@@ -42,6 +42,9 @@ class LookupDrafter:
         """The length of the match, which says much about the draft."""
         return [min(text.match.length, len(LOOKUP_PRIORS) - 1) or None for text in self._running(state)]
 
+    def catch_up(self, state: DecodeState) -> None:
+        """Nothing: it reads as the text is written."""
+
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """See `Drafter.propose`; the tokens are all there at once, so `goes_on` is not asked."""
         drafts = [self._draft(text, limit) for text, limit in zip(self._running(state), limits, strict=True)]

@@ -71,6 +71,13 @@ class SelfDrafter:
         """Nothing is known before; a row can always draft."""
         return [0] * state.batch
 
+    def catch_up(self, state: DecodeState) -> None:
+        """See `Drafter.catch_up`: the adapter reads a prompt, or what was written while nothing was drafted."""
+        ends = [length - 1 for length in state.lengths]  # the newest token's own states are not known yet
+        if self._adapter is not None and max(map(sub, ends, self._reading.held)) >= _MOST_LAG:
+            self._read_up_to(state, self._adapter, ends)
+            self._reading.held = ends
+
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """See `Drafter.propose`."""
         exact_states: list[Tensor] = []
@@ -82,7 +89,7 @@ class SelfDrafter:
             if self._adapter is None:
                 return self.decoder.logits(hidden, self._head)
             hidden = (
-                self._catch_up(state, self._adapter, state.lengths)
+                self._read_up_to(state, self._adapter, state.lengths)
                 if offset == 0
                 else self._adapter.run(hidden, outputs[-1], state.cache, span)
             )
@@ -132,16 +139,9 @@ class SelfDrafter:
         return exact, hidden
 
     def observe(self, state: DecodeState) -> None:
-        """Rollback is the shared cache's length; the adapter reads what is new, once it has fallen behind.
+        """Nothing: rollback is the shared cache's length."""
 
-        After a prompt, and now and then where nothing is drafted: that is not to count as the time of a draft.
-        """
-        ends = [length - 1 for length in state.lengths]  # the newest token's own states are not known yet
-        if self._adapter is not None and max(map(sub, ends, self._reading.held)) >= _MOST_LAG:
-            self._catch_up(state, self._adapter, ends)
-            self._reading.held = ends
-
-    def _catch_up(self, state: DecodeState, adapter: Adapter, ends: Sequence[int]) -> Tensor:
+    def _read_up_to(self, state: DecodeState, adapter: Adapter, ends: Sequence[int]) -> Tensor:
         """Let the adapter read each row's positions from where it was up to `ends`; its output behind the last of each.
 
         Rows that lag less than others read beyond their end: void, and written over before it is read.

@@ -7,6 +7,7 @@ that did not draft fed it nothing. It catches up in one pass at the start of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from layerskip.state import DecodeState
 
 __all__ = ["ModelDrafter"]
 
+_MOST_LAG = 8  # tokens that it is fed at the beginning of a draft; a pass over as many costs hardly more
+
 
 class ModelDrafter:
     """Drafts with all blocks of another decoder."""
@@ -31,7 +34,7 @@ class ModelDrafter:
         self._fed: list[list[int]] = []  # of each row, the drafts that it was fed, where others may be accepted
 
     def begin(self, state: DecodeState) -> None:
-        """Read the prompts."""
+        """Make room for the texts; they are read before the first draft."""
         # Out of the readings while it is given more room: if that fails, nobody is to find it again.
         self._reading = state.readings.pop(self.decoder, Reading([0] * state.batch))
         if self._reading.cache is None:
@@ -40,10 +43,6 @@ class ModelDrafter:
         if self.cache.capacity < state.cache.capacity:
             self.cache.resize(state.cache.capacity)
         state.readings[self.decoder] = self._reading
-        if max(state.lengths) <= self.decoder.max_positions:
-            self._feed(state, self._reading.held, state.lengths)
-            self._reading.held = list(state.lengths)
-        self.cache.commit(self._reading.held)
 
     @property
     def cache(self) -> KVCache:
@@ -54,6 +53,14 @@ class ModelDrafter:
     def outlook(self, state: DecodeState) -> Sequence[int | None]:
         """Nothing is known before; a row can draft while this model has positions left."""
         return [0 if length < self.decoder.max_positions else None for length in state.lengths]
+
+    def catch_up(self, state: DecodeState) -> None:
+        """See `Drafter.catch_up`."""
+        ends = [length - 1 for length in state.lengths]
+        if max(map(sub, ends, self._reading.held)) >= _MOST_LAG and max(ends) < self.decoder.max_positions:
+            self._feed(state, self._reading.held, ends)
+            self._reading.held = ends
+            self.cache.commit(ends)
 
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
         """See `Drafter.propose`; near the end of this model's own positions all rows draft less, then nothing."""

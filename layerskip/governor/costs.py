@@ -20,7 +20,8 @@ __all__ = ["CostRatios", "Costs", "FixedCosts", "MeasuredCosts"]
 VERIFY_SLOPE = 0.02  # of a plain step for each further token, until measured; SmolLM2 on CPU: 0.01 to 0.03
 _SLOPE_WEIGHT = 2  # of the slope above, in measurements of any width
 _PRIOR_WEIGHT = 3  # of what the slope says of a width, in measurements of that width
-_FIRST_STEPS = 2  # plain ones, before several rows draft
+_FIRST_STEPS = 2  # plain ones, then as many wider ones, before several rows draft
+_LONGEST_WITHOUT = 128  # rounds, before a plain step, or with several rows a wider one, is measured again
 _LONG_WINDOW = 36  # the same of ratios, which move less: a slower machine is not to be taken for dearer passes
 _WINDOW = 9  # measurements whose median counts: long enough to outvote a hiccup, short enough to follow the machine
 
@@ -77,6 +78,10 @@ class Costs(Protocol):
         """Whether a plain step should be taken only to know its cost."""
         ...
 
+    def lacks_wider(self) -> bool:
+        """Whether a pass over two tokens should be taken only to know its cost."""
+        ...
+
     def to_dict(self) -> dict[str, Any]:
         """The present estimates, for statistics."""
         ...
@@ -111,6 +116,10 @@ class FixedCosts:
         """Never."""
         return False
 
+    def lacks_wider(self) -> bool:
+        """Never."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         """See `Costs.to_dict`; the unit is a plain step."""
         drafts = {source: self.draft(source) for source in self.draft_ratios}
@@ -124,7 +133,7 @@ class MeasuredCosts:
     wider passes and drafts cost in plain steps hardly moves, and is remembered. It does move with the number of rows:
     where many are computed at once a wider pass costs by its tokens, where few are left it costs next to nothing.
     Several rows are therefore decoded plainly at first: a scale judged by wide passes, and these by that scale, would
-    be believed for ever.
+    be believed for ever. Then passes over two tokens are measured, before a drafter has to read anything.
     """
 
     def __init__(self, draft_ratios: Mapping[str, float], rows: int = 1) -> None:
@@ -145,6 +154,7 @@ class MeasuredCosts:
         self._slopes: deque[float] = deque(maxlen=_WINDOW)  # what each further token added to the last passes
         self._table = [1.0, 1.0]  # of the ratios by width, made anew when one was measured
         self._rounds_without_plain, self._plain_steps = 0, 0
+        self._rounds_without_wider, self._wider_passes = 0, 0
 
     def verify(self, width: int) -> float:
         """See `Costs.verify`."""
@@ -172,6 +182,8 @@ class MeasuredCosts:
         self._scale = median(self._scales)
         self._rounds_without_plain = 0 if width == 1 else self._rounds_without_plain + 1
         self._plain_steps += width == 1
+        self._rounds_without_wider = 0 if width > 1 else self._rounds_without_wider + 1
+        self._wider_passes += width > 1
 
     def note_draft(self, source: str, steps: int, seconds: float) -> None:
         """See `Costs.note_draft`; a source without cost is not timed."""
@@ -188,7 +200,12 @@ class MeasuredCosts:
         """When it was not measured in the first rounds, or not for long: without it no loss can be noticed."""
         if self._measured_rows > 1 and self._plain_steps < _FIRST_STEPS:
             return True
-        return self._rounds_without_plain >= (128 if self._plain_steps else 3)
+        return self._rounds_without_plain >= (_LONGEST_WITHOUT if self._plain_steps else 3)
+
+    def lacks_wider(self) -> bool:
+        """With several rows, of which nobody knows what a further token of each costs; one row's passes hardly do."""
+        is_known = self._wider_passes >= _FIRST_STEPS and self._rounds_without_wider < _LONGEST_WITHOUT
+        return self._measured_rows > 1 and not is_known
 
     def to_dict(self) -> dict[str, Any]:
         """See `Costs.to_dict`; ratios are in plain steps."""
@@ -209,7 +226,8 @@ class MeasuredCosts:
             return self._table[width]
         count = len(self._slopes)
         slope = max(0.0, median(self._slopes)) if count else 0.0
-        slope = (count * slope + _SLOPE_WEIGHT * VERIFY_SLOPE) / (count + _SLOPE_WEIGHT)
+        weight = 0 if count and self._measured_rows > 1 else _SLOPE_WEIGHT
+        slope = (count * slope + weight * VERIFY_SLOPE) / (count + weight)
         while len(self._table) <= width:
             own = 1 + slope * (len(self._table) - 1)
             measured = self._ratios.get(len(self._table))

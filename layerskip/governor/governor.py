@@ -63,11 +63,13 @@ class Decision:
         limits: by source, most drafts of each row; a row drafts from one source at most.
         grades: what it was decided on.
         rate: tokens per unit of time, over all rows, that is expected of the round.
+        padding: columns of the pass that are to be computed only to know what they cost.
     """
 
     limits: dict[str, list[int]]
     grades: Grades = field(default_factory=dict)
     rate: float = 0.0
+    padding: int = 0
 
 
 class Governor(Protocol):
@@ -179,8 +181,11 @@ class WorthIt:
         limits = {name: [0] * len(rooms) for name in self.sources}
         running = sum(room >= 0 for room in rooms)
         gains = {name: self._gains(name, rooms, grades[name]) for name in self.sources}
+        plain = Decision(limits, grades, running / self.costs.verify(1))
         if self.costs.lacks_plain() or not any(any(each[-1]) for each in gains.values()):
-            return Decision(limits, grades, running / self.costs.verify(1))
+            return plain
+        if self.costs.lacks_wider():
+            return replace(plain, padding=1)
         lengths, rate = self._best_lengths(gains, running)
         for row, room in enumerate(rooms):
             of_row = {name: gains[name][length][row] for name, length in lengths.items()}
