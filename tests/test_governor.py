@@ -6,7 +6,7 @@ import layerskip
 from layerskip import CostRatios, DraftPlan, SettingError
 from layerskip.draft import Draft
 from layerskip.drafters import LOOKUP_PRIORS
-from layerskip.governor import Always, FixedCosts, MeasuredCosts, Source, WorthIt
+from layerskip.governor import Always, Decision, FixedCosts, MeasuredCosts, Source, WorthIt
 from layerskip.governor.acceptance import HOPE_WEIGHT, MEASURED_WEIGHT, AcceptanceRecord
 from tests.special_models import agreeing_model
 from tests.tiny_models import prompt, tiny_model
@@ -215,7 +215,17 @@ class TestDecisions:
             limits = decision.limits["self"]
             own.learn(decision, {"self": draft_of(limits)} if any(limits) else {}, [limits[0], 0, None])
         assert limits[0] >= 4 and limits[2] == 0
-        assert own._records["self"][1].expected(0, 0) < 0.1
+        assert own._records["self"][1].expected(0, 0) < 0.15
+
+    def test_rows_tell_of_each_other(self):
+        """What eight rows found in one round, a ninth need not try for itself; and it is not forgotten as fast."""
+        own, alone = governor(0.1, rows=9), governor(0.1, rows=1)
+        decision = Decision({"self": [1] * 8 + [0]}, {"self": [0] * 9})
+        own.learn(decision, {"self": draft_of([1] * 8 + [0])}, [0] * 9)
+        alone.learn(Decision({"self": [1]}, {"self": [0]}), {"self": draft_of([1])}, [0])
+        never_asked, once = own._records["self"][8].expected(0, 0), alone._records["self"][0]._total
+        assert never_asked < 0.5 * PRIORS[0]
+        assert own._totals["self"].expected > 4 * once.expected
 
     @pytest.mark.parametrize("room", [0, 1, 3])
     def test_no_draft_is_longer_than_its_room(self, room):

@@ -493,9 +493,9 @@ class TestTrimming:
         chain = tree_draft([[Node(1, 0, 0.5), Node(2, 0, 0.3)]], [1], torch.device("cpu"))
         rates = {}
         for stood in (True, False):
-            governor = self.governor(0.02)
+            governor, decision = self.governor(0.02), Decision({"self": [1]}, {"self": [0]}, rate=1.0)
             for _ in range(12):
-                governor.learn(Decision({"self": [1]}, {"self": [0]}, rate=1.0), {"self": chain}, [0], [stood])
+                governor.learn(decision, {"self": governor.trimmed("self", decision, chain)}, [0], [stood])
             rates[stood] = governor.decide([10], {"self": [0]}).rate
             assert (governor._records["self"][0].chance_beside(0.3) > 0.3) == stood
         assert rates[True] > 1.3 > rates[False]

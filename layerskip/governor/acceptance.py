@@ -11,8 +11,9 @@ observation, so that it follows the text, and slowly while a source rests, so th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-__all__ = ["HOPE_WEIGHT", "MEASURED_WEIGHT", "AcceptanceRecord"]
+__all__ = ["HOPE_WEIGHT", "MEASURED_WEIGHT", "AcceptanceRecord", "Total"]
 
 # Of priors, in observations. By simulation on SmolLM2's answers: 4 gives most of what 8 does to a trained draft that is
 # right in a third of the cases (1.19 and 1.20 for 1.15 with 1.5), and loses 1.6 % where it never is (8: 10 %).
@@ -23,19 +24,48 @@ _IDLE_FADE = 2 ** (-1 / 96)  # with each round in which the source rests: half o
 _CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)
 
 
+@dataclass
+class Total:
+    """How much better or worse than its priors a source does, in all rows: they tell of each other.
+
+    Attributes:
+        rows: that report to it. The more, the slower it fades with each report.
+        accepted, expected: drafts, by what became of them and by the priors, faded.
+    """
+
+    rows: int = 1
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def note(self, stood: bool, expected: float) -> None:
+        """Note a draft that was expected to stand with such a probability."""
+        self._fade(_FADE)
+        self.accepted += stood
+        self.expected += expected
+
+    def rest(self) -> None:
+        """Note that a row was not asked in a round."""
+        self._fade(_IDLE_FADE)
+
+    def _fade(self, of_all: float) -> None:
+        fade = of_all ** (1 / self.rows)
+        self.accepted, self.expected = self.accepted * fade, self.expected * fade
+
+
 class AcceptanceRecord:
     """What became of one source's drafts in one row."""
 
-    def __init__(self, priors: Sequence[float], weight: float = HOPE_WEIGHT) -> None:
+    def __init__(self, priors: Sequence[float], weight: float = HOPE_WEIGHT, total: Total | None = None) -> None:
         """See the class.
 
         Args:
             priors: acceptance that is assumed of each cell before anything is known; cells beyond are the last.
             weight: of the priors, in observations.
+            total: of all rows; None: this one is the only one.
         """
         self._priors, self._weight = priors, weight
         self._counts: dict[Hashable, tuple[float, float]] = {}  # (accepted, tried), faded
-        self._total = (0.0, 0.0)  # (accepted, expected by the priors), faded
+        self._total = Total() if total is None else total
         # Of what stands beside drafts, faded: (accepted, drafts that fell), (accepted, expected by their confidence).
         self._beside = (0.0, 0.0)
         self._beside_total = (0.0, 0.0)
@@ -44,8 +74,7 @@ class AcceptanceRecord:
     def expected(self, grade: int, offset: int) -> float:
         """P(a draft at `offset` is accepted | all before it in its round were)."""
         cell = self._cell(grade, offset)
-        accepted, expected = self._total
-        share = (accepted + self._weight) / (expected + self._weight)
+        share = (self._total.accepted + self._weight) / (self._total.expected + self._weight)
         return self._shrunk(cell, min(1.0, self._priors[cell] * share))
 
     def expected_of(self, grade: int, offset: int, confidence: float) -> float:
@@ -94,12 +123,12 @@ class AcceptanceRecord:
             self._note(cell, stood)
             if confidences:
                 self._note(("confidence", _bucket(confidences[offset])), stood)
-            right, expected = self._total
-            self._total = right * _FADE + stood, expected * _FADE + self._priors[cell]
+            self._total.note(stood, self._priors[cell])
 
     def rest(self) -> None:
         """Note a round in which the source was not used."""
-        for name in ("_total", "_beside", "_beside_total"):
+        self._total.rest()
+        for name in ("_beside", "_beside_total"):
             accepted, tried = getattr(self, name)
             setattr(self, name, (accepted * _IDLE_FADE, tried * _IDLE_FADE))
         for key, (accepted, tried) in self._counts.items():

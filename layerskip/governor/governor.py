@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from layerskip.draft import Draft, Node, tree_draft
 from layerskip.drafters.base import GoesOn
-from layerskip.governor.acceptance import HOPE_WEIGHT, AcceptanceRecord
+from layerskip.governor.acceptance import HOPE_WEIGHT, AcceptanceRecord, Total
 from layerskip.governor.costs import Costs
 
 __all__ = ["Always", "Decision", "Governor", "Source", "WorthIt"]
@@ -171,8 +171,9 @@ class WorthIt:
         self.costs = costs
         # How many columns of the pass the last trees took beside their chains, for each draft of these.
         self._beside: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in sources}
+        self._totals = {name: Total(batch) for name in sources}
         self._records = {
-            name: [AcceptanceRecord(each.priors, each.prior_weight) for _ in range(batch)]
+            name: [AcceptanceRecord(each.priors, each.prior_weight, self._totals[name]) for _ in range(batch)]
             for name, each in sources.items()
         }
 
@@ -206,7 +207,7 @@ class WorthIt:
                 is_live = confidence is not None and limits[row] > offset + 1
                 reach[row] *= records[row].expected_of(grade, offset, confidence) if is_live and confidence else 0.0
                 chance = records[row].expected(grade, offset + 1)
-                if self.sources[source].num_siblings:
+                if self._columns_beside(source) > 0:
                     chance += (1 - chance) * records[row].beside
                 chances.append(reach[row] * chance)
             # Another step costs the same for one row as for all.
@@ -277,6 +278,8 @@ class WorthIt:
     def keep_rows(self, rows: Sequence[int]) -> None:
         """See `Governor.keep_rows`."""
         self._records = {name: [records[row] for row in rows] for name, records in self._records.items()}
+        for total in self._totals.values():
+            total.rows = len(rows)
         self.costs.note_rows(len(rows))
 
     def to_dict(self) -> dict[str, Any]:
@@ -294,7 +297,7 @@ class WorthIt:
             is_known = record.rounds >= _CAREFUL_ROUNDS or source.cost_ratio == 0
             longest = min(room, most if is_known else 1)
             chances = record.reach(grade, longest) if grade is not None and longest > 0 else []
-            if source.num_siblings:  # a step's tokens are gained by its draft, or by one beside it
+            if self._columns_beside(name) > 0:  # a step's tokens are gained by its draft, or by one beside it
                 chances = [
                     chance + (before - chance) * record.beside
                     for before, chance in zip((1.0, *chances), chances, strict=False)
@@ -302,11 +305,15 @@ class WorthIt:
             rows.append(list(accumulate((chance for chance in chances if chance >= _LEAST_GAIN), initial=0.0)))
         return [[row[min(k, len(row) - 1)] for row in rows] for k in range(max(map(len, rows)))]
 
+    def _columns_beside(self, name: str) -> float:
+        """How many columns of the pass stand beside each draft: as many as were worth it in the last trees."""
+        return mean(self._beside[name]) if self._beside[name] else 0.0
+
     def _best_lengths(self, gains: Mapping[str, list[list[float]]], running: int) -> tuple[dict[str, int], float]:
         """The length of each source's drafts that gives most tokens per time, and that rate."""
         drafting = [self.costs.draft(name) for name in gains]
         # A tree is wider than its chain, by as much as the last ones were.
-        beside = [mean(self._beside[name]) if self._beside[name] else 0.0 for name in gains]
+        beside = [self._columns_beside(name) for name in gains]
         best, best_rate = (0,) * len(gains), 0.0
         for lengths in product(*map(range, map(len, gains.values()))):
             of_sources = (of_source[k] for of_source, k in zip(gains.values(), lengths, strict=True))
