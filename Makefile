@@ -55,6 +55,9 @@ $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv
 	@echo 'Installing into .venv, once: 1 to 3 minutes, 1.3 GB.'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# Aside, for one test: transformers imports torchao wherever it is found, which prints some lines each time.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+		--target .venv/aside --upgrade torchao
 	@touch $@
 
 clean:

@@ -5,7 +5,11 @@ A quantiser's modules are called as they are, so the output is that of transform
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +129,17 @@ class TestModules:
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own and torch's at import
+ASIDE = Path(sys.prefix) / "aside"  # where `make` puts torchao: transformers imports it wherever it finds it, loudly
+
+
+@pytest.mark.skipif(not (ASIDE / "torchao").exists(), reason="torchao is not installed aside")
+def test_torchao_in_a_process_that_finds_it():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestTorchao", __file__]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ASIDE)}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 passed" in ended.stdout
+
+
 class TestTorchao:
     @pytest.fixture
     def config(self):
