@@ -128,7 +128,6 @@ class TestModules:
             layerskip.wrap(model)
 
 
-@pytest.mark.filterwarnings("ignore")  # of its own and torch's at import
 ASIDE = Path(sys.prefix) / "aside"  # where `make` puts torchao: transformers imports it wherever it finds it, loudly
 
 
@@ -140,6 +139,7 @@ def test_torchao_in_a_process_that_finds_it():
     assert "2 passed" in ended.stdout
 
 
+@pytest.mark.filterwarnings("ignore")  # of its own and torch's at import
 class TestTorchao:
     @pytest.fixture
     def config(self):
