@@ -15,7 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from layerskip.assembly import PlannedDrafter, build_engine
 from layerskip.compiled import CompiledForward
 from layerskip.decoding import check_stream, check_streamer, decode, make_result
-from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfDrafter
+from layerskip.drafters import (
+    LOOKAHEAD_PRIORS,
+    LOOKUP_PRIORS,
+    LookaheadDrafter,
+    LookupDrafter,
+    ModelDrafter,
+    SelfDrafter,
+)
+from layerskip.drafters.lookahead import lookahead_width
 from layerskip.engine import Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.governor import Source
@@ -347,6 +355,11 @@ class Model:
             planned["model"] = PlannedDrafter(drafter, ratio, plan.num_draft_tokens, num_siblings=plan.num_siblings)
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
             planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
+        if plan.lookahead_window:
+            sizes = (plan.lookahead_window, plan.lookahead_ngram, plan.lookahead_guesses)
+            ahead = partial(LookaheadDrafter, window=sizes[0], ngram=sizes[1], guesses=sizes[2])
+            most, width = plan.most_drafts, lookahead_width(*sizes)
+            planned["lookahead"] = PlannedDrafter(ahead, 0.0, most, LOOKAHEAD_PRIORS, width=width)
         return planned
 
 
