@@ -23,7 +23,7 @@ from layerskip.drafters import (
     ModelDrafter,
     SelfDrafter,
 )
-from layerskip.drafters.lookahead import lookahead_width
+from layerskip.drafters.lookahead import Sizes
 from layerskip.engine import Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.governor import Source
@@ -356,10 +356,9 @@ class Model:
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
             planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
         if plan.lookahead_window:
-            sizes = (plan.lookahead_window, plan.lookahead_ngram, plan.lookahead_guesses)
-            ahead = partial(LookaheadDrafter, window=sizes[0], ngram=sizes[1], guesses=sizes[2])
-            most, width = plan.most_drafts, lookahead_width(*sizes)
-            planned["lookahead"] = PlannedDrafter(ahead, 0.0, most, LOOKAHEAD_PRIORS, width=width)
+            sizes = Sizes(plan.lookahead_window, plan.lookahead_ngram, plan.lookahead_guesses)
+            ahead = partial(LookaheadDrafter, sizes=sizes, reads=plan.lookahead_text)
+            planned["lookahead"] = PlannedDrafter(ahead, 0.0, plan.most_drafts, LOOKAHEAD_PRIORS, width=sizes.width)
         return planned
 
 

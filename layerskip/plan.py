@@ -48,7 +48,7 @@ class DraftPlan:
             and processors that do not look at the text; elsewhere, and in rounds of fixed shapes, chains are drafted.
         lookup_tokens: most tokens a round that are copied from where the text last went on from the same words (prompt
             lookup); 0: none. With both, each round uses the source that does better.
-        lookahead_window, lookahead_ngram, lookahead_guesses: of lookahead decoding (`lookahead`), alone; 0: none.
+        lookahead_window, lookahead_ngram, lookahead_guesses, lookahead_text: see `lookahead`; 0: none.
         confidence_threshold: a draft ends behind a token whose probability in the draft is below this; 0: never.
         target: the model the plan was made for; None: any that it fits.
         provenance: how it was found and measured; free-form, JSON.
@@ -66,6 +66,7 @@ class DraftPlan:
     lookahead_window: int = 0
     lookahead_ngram: int = 0
     lookahead_guesses: int = 0
+    lookahead_text: bool = False
     confidence_threshold: float = 0.0
     target: ModelIdentity | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -84,6 +85,8 @@ class DraftPlan:
             self._set("exit_layer", _at_least(least, "exit_layer", self.exit_layer, expected))
         for name in ("num_draft_tokens", "num_siblings", "lookup_tokens", *_LOOKAHEAD_LEAST):
             self._set(name, _at_least(0, name, getattr(self, name), "an integer from 0"))
+        if not isinstance(self.lookahead_text, bool) or (self.lookahead_text and not self.lookahead_window):
+            raise _refused("lookahead_text", self.lookahead_text, "True or False, with a lookahead_window if True")
         if self.draft_vocabulary is not None:
             self._set("draft_vocabulary", _vocabulary(self.draft_vocabulary))
         self._set("confidence_threshold", _probability("confidence_threshold", self.confidence_threshold))
@@ -153,7 +156,7 @@ class DraftPlan:
                                f"{', '.join(_LOOKAHEAD_LEAST)}")  # fmt: skip
         alone = {"num_draft_tokens": 0}
         for name, each in self.__dataclass_fields__.items():
-            is_own = name in _LOOKAHEAD_LEAST or name in ("target", "provenance")
+            is_own = name.startswith("lookahead") or name in ("target", "provenance")
             if not is_own and getattr(self, name) != (expected := alone.get(name, each.default)):
                 raise _refused(name, getattr(self, name), f"{expected!r} beside lookahead, which drafts alone. Make it "
                                "with DraftPlan.lookahead, or leave the lookahead_… fields out")  # fmt: skip
@@ -198,15 +201,19 @@ class DraftPlan:
         return cls.of(_joined({"lookup_tokens": lookup_tokens, "num_draft_tokens": 0}, options))
 
     @classmethod
-    def lookahead(cls, window: int = 5, ngram: int = 4, guesses: int = 5, **options: Any) -> DraftPlan:
-        """Draft n-grams that the model said in parallel before (lookahead decoding, Fu et al., ICML 2024).
+    def lookahead(
+        cls, window: int = 5, ngram: int = 4, guesses: int = 5, text: bool = True, **options: Any
+    ) -> DraftPlan:
+        """Draft n-grams that the model said in parallel before (lookahead decoding, Fu et al., ICML 2024); alone.
 
-        Each pass verifies up to `guesses` n-grams of `ngram` tokens that begin with the newest one, and beside them
-        guesses on in `window` places at once, by which further n-grams come about: a pass over up to
-        ``(window + guesses) * (ngram - 1)`` tokens.
+        Each pass verifies up to `guesses` n-grams of `ngram` tokens that begin with the newest one, and guesses on in
+        `window` places at once, by which further n-grams come about: up to ``(window + guesses) * (ngram - 1)`` tokens.
+
+        Args:
+            text: n-grams of prompt and output are guesses too.
         """
-        own = {"lookahead_window": window, "lookahead_ngram": ngram, "lookahead_guesses": guesses}
-        return cls.of(_joined(own | {"num_draft_tokens": 0}, options))
+        own = {"num_draft_tokens": 0, "lookahead_window": window, "lookahead_ngram": ngram}
+        return cls.of(_joined(own | {"lookahead_guesses": guesses, "lookahead_text": text}, options))
 
     @property
     def is_self_draft(self) -> bool:

@@ -7,8 +7,8 @@ Two things share each verification pass, and both are one tree behind the newest
    behind the last level is the next one (a Jacobi step), and closes an n-gram in every column. Then level 0 is dropped.
 2. N-grams of earlier passes that begin with the newest token are guesses, as branches below it.
 
-What is right on any path of the tree stands. Different from the paper, n-grams of the text itself (prompt and output)
-are guesses too (there an option, for the prompt); a window moves along with the text by as many places as were
+What is right on any path of the tree stands. N-grams of the text itself are guesses too, if wanted (in the paper an
+option, for the prompt). Different from the paper, a window moves along with the text by as many places as were
 committed, the columns that it leaves behind going on at its other end; it begins as tokens of the prompt; and what
 branches begin with alike is verified once. All tokens are chosen, not drawn: under sampling those stand that the target
 draws, in the window too, and the output is exact (`AcceptanceRule.accept`, `Draft.is_ranked`).
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -26,15 +27,29 @@ from layerskip.drafters.base import DraftContext, GoesOn
 from layerskip.models.tree import Tree
 from layerskip.state import DecodeState
 
-__all__ = ["LOOKAHEAD_PRIORS", "LookaheadDrafter", "NgramPool", "Window", "lookahead_width"]
+__all__ = ["LOOKAHEAD_PRIORS", "LookaheadDrafter", "NgramPool", "Sizes", "Window"]
 
 LOOKAHEAD_PRIORS = (0.5,)
 """How often the target goes on along a path of the tree, at each offset."""
 
 
-def lookahead_width(window: int, ngram: int, guesses: int) -> int:
-    """Most tokens of a draft: those of the window but for the newest one, and the branches."""
-    return window * (ngram - 1) - 1 + guesses * (ngram - 1)
+class Sizes(NamedTuple):
+    """The paper's W, N and G.
+
+    Attributes:
+        window: columns that guess on at once, from 1.
+        ngram: tokens of an n-gram, from 2.
+        guesses: most n-grams that are verified at once, and kept for each first token, from 1.
+    """
+
+    window: int
+    ngram: int
+    guesses: int
+
+    @property
+    def width(self) -> int:
+        """Most tokens of a draft: those of the window but for the newest one, and the branches."""
+        return (self.window + self.guesses) * (self.ngram - 1) - 1
 
 
 class NgramPool:
@@ -117,20 +132,19 @@ class _Row:
 class LookaheadDrafter:
     """Drafts a window and what earlier ones came to."""
 
-    def __init__(self, context: DraftContext, window: int, ngram: int, guesses: int) -> None:
+    def __init__(self, context: DraftContext, sizes: Sizes, reads: bool = True) -> None:
         """See the class.
 
         Args:
-            window: columns (the paper's W).
-            ngram: tokens of an n-gram (N), from 2.
-            guesses: most n-grams that are verified at once, and kept for each first token (G).
+            reads: n-grams of the text are guesses, too.
         """
-        self.context = context
-        self._window, self._ngram, self._guesses = window, ngram, guesses
+        self.context, self.sizes, self._reads = context, sizes, reads
 
     def begin(self, state: DecodeState) -> None:
         """Read the prompts, and fill the windows with tokens of theirs, the same ones for the same prompt."""
-        self._rows = [_Row(self._first_window(text), self._new_pool()) for text in state.texts]  # of all the call's
+        self._rows = [
+            _Row(self._first_window(text), NgramPool(self.sizes.guesses, self.context.eos_ids)) for text in state.texts
+        ]  # of all the call's
         self._proposed: list[_Row] = []
         self.observe(state)
 
@@ -159,9 +173,10 @@ class LookaheadDrafter:
 
     def observe(self, state: DecodeState) -> None:
         """Read what was committed."""
+        ngram = self.sizes.ngram
         for row, text in zip(self._running(state), state.texts, strict=True):
-            for end in range(max(row.read + 1, self._ngram), len(text) + 1):
-                row.pool.add(text[end - self._ngram : end])
+            for end in range(max(row.read + 1, ngram), len(text) + 1) if self._reads else ():
+                row.pool.add(text[end - ngram : end])
             row.read = len(text)
 
     def learn(self, choices: Sequence[Sequence[int]]) -> None:
@@ -174,13 +189,10 @@ class LookaheadDrafter:
     def _running(self, state: DecodeState) -> list[_Row]:
         return [self._rows[number] for number in state.numbers]
 
-    def _new_pool(self) -> NgramPool:
-        return NgramPool(self._guesses, self.context.eos_ids)
-
     def _first_window(self, text: Sequence[int]) -> Window:
-        guess = random.Random(0).choices(text, k=self._window + self._ngram - 2)
-        levels = [guess[level : level + self._window] for level in range(self._ngram - 1)]
-        return Window(levels, len(text) - 1)
+        window, ngram, _ = self.sizes
+        guess = random.Random(0).choices(text, k=window + ngram - 2)
+        return Window([guess[level : level + window] for level in range(ngram - 1)], len(text) - 1)
 
     def _tree(self, row: _Row, text: Sequence[int], limit: int) -> tuple[list[int], list[int], int]:
         """Tokens, parents and depth, at most `limit`.

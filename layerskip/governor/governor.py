@@ -170,7 +170,7 @@ class WorthIt:
         """`costs`: measured, or given."""
         self.sources = sources
         self.costs = costs
-        # How many columns the last trees took beside their chains, for each draft of these; whole ones: in all.
+        # How many columns the last trees took beside their chains, for each draft of these (whole ones: in all).
         self._beside: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in sources}
         self._records = {
             name: [AcceptanceRecord(each.priors, each.prior_weight) for _ in range(batch)]
