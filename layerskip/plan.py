@@ -85,8 +85,8 @@ class DraftPlan:
             self._set("exit_layer", _at_least(least, "exit_layer", self.exit_layer, expected))
         for name in ("num_draft_tokens", "num_siblings", "lookup_tokens", *_LOOKAHEAD_LEAST):
             self._set(name, _at_least(0, name, getattr(self, name), "an integer from 0"))
-        if not isinstance(self.lookahead_text, bool) or (self.lookahead_text and not self.lookahead_window):
-            raise _refused("lookahead_text", self.lookahead_text, "True or False, with a lookahead_window if True")
+        if not isinstance(self.lookahead_text, bool):
+            raise _refused("lookahead_text", self.lookahead_text, "True or False")
         if self.draft_vocabulary is not None:
             self._set("draft_vocabulary", _vocabulary(self.draft_vocabulary))
         self._set("confidence_threshold", _probability("confidence_threshold", self.confidence_threshold))
@@ -106,7 +106,7 @@ class DraftPlan:
         object.__setattr__(self, name, value)
 
     def _check_combination(self) -> None:
-        if any(getattr(self, name) for name in _LOOKAHEAD_LEAST):
+        if self.lookahead_text or any(getattr(self, name) for name in _LOOKAHEAD_LEAST):
             return self._check_lookahead()
         if self.num_draft_tokens == self.lookup_tokens == 0:
             raise PlanError(
@@ -152,8 +152,8 @@ class DraftPlan:
     def _check_lookahead(self) -> None:
         for name, least in _LOOKAHEAD_LEAST.items():
             if getattr(self, name) < least:
-                raise _refused(name, getattr(self, name), f"an integer from {least} for lookahead, or 0 in all of "
-                               f"{', '.join(_LOOKAHEAD_LEAST)}")  # fmt: skip
+                expected = f"an integer from {least} for lookahead, or none of the lookahead_… fields"
+                raise _refused(name, getattr(self, name), expected)
         alone = {"num_draft_tokens": 0}
         for name, each in self.__dataclass_fields__.items():
             is_own = name.startswith("lookahead") or name in ("target", "provenance")

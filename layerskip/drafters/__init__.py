@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import DraftContext, Drafter, draft_chain
-from layerskip.drafters.lookahead import LOOKAHEAD_PRIORS, LookaheadDrafter
+from layerskip.drafters.lookahead import LookaheadDrafter
 from layerskip.drafters.lookup import LOOKUP_PRIORS, LookupDrafter
 from layerskip.drafters.self_draft import SelfDrafter
 from layerskip.drafters.two_model import ModelDrafter
 
 __all__ = [
-    "LOOKAHEAD_PRIORS",
     "LOOKUP_PRIORS",
     "Draft",
     "DraftContext",

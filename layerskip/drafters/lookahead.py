@@ -25,12 +25,10 @@ import torch
 from layerskip.draft import Draft, empty_draft, trie
 from layerskip.drafters.base import DraftContext, GoesOn
 from layerskip.models.tree import Tree
+from layerskip.plan import DraftPlan
 from layerskip.state import DecodeState
 
-__all__ = ["LOOKAHEAD_PRIORS", "LookaheadDrafter", "NgramPool", "Sizes", "Window"]
-
-LOOKAHEAD_PRIORS = (0.5,)
-"""How often the target goes on along a path of the tree, at each offset."""
+__all__ = ["LookaheadDrafter", "NgramPool", "Sizes", "Window"]
 
 
 class Sizes(NamedTuple):
@@ -45,6 +43,11 @@ class Sizes(NamedTuple):
     window: int
     ngram: int
     guesses: int
+
+    @classmethod
+    def of(cls, plan: DraftPlan) -> Sizes:
+        """Those that `plan` asks for."""
+        return cls(plan.lookahead_window, plan.lookahead_ngram, plan.lookahead_guesses)
 
     @property
     def width(self) -> int:
