@@ -72,6 +72,11 @@ _LENGTHS: tuple[dict[str, Any], ...] = (
     *({"num_draft_tokens": drafts} for drafts in (2, 3, 6)),
     {"num_draft_tokens": 6, "confidence_threshold": 0.4},
 )
+_LOOKAHEAD_SIZES: tuple[dict[str, Any], ...] = (
+    {"lookahead_text": False},
+    *({"lookahead_window": window, "lookahead_ngram": ngram, "lookahead_guesses": guesses}
+      for window, ngram, guesses in ((3, 3, 3), (5, 3, 7), (7, 5, 7), (10, 5, 10))),
+)  # fmt: skip
 _LOOKUP_LENGTHS: tuple[dict[str, Any], ...] = tuple({"lookup_tokens": tokens} for tokens in (3, 10, 16))
 
 ARMS: Mapping[str, ArmRow] = {
@@ -81,6 +86,7 @@ ARMS: Mapping[str, ArmRow] = {
     "exit": _ours("the first --exit blocks, norm and head", lambda shop: shop.plans["exit"], _LENGTHS, ("exit",)),
     "trained": _ours("the trained draft of --trained", lambda shop: shop.plans["trained"], _LENGTHS, ("trained",)),
     "lookup": _ours("prompt lookup", lambda shop: layerskip.DraftPlan.lookup(), _LOOKUP_LENGTHS),
+    "lookahead": _ours("lookahead decoding", lambda shop: layerskip.DraftPlan.lookahead(), _LOOKAHEAD_SIZES),
     "combined": _ours("lookup beside --trained, --plan or --exit, the first that is given", _combined,
                       (*_LOOKUP_LENGTHS, {"lookup_tokens": 10, "num_draft_tokens": 2}), COMBINED_OF),
     "two-model": _ours("the checkpoint --draft-model drafts", lambda shop: layerskip.DraftPlan.model(shop.draft_model),

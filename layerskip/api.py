@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from layerskip.assembly import PlannedDrafter, build_engine
 from layerskip.compiled import CompiledForward
 from layerskip.decoding import check_stream, check_streamer, decode, make_result
-from layerskip.drafters import LOOKUP_PRIORS, LookupDrafter, ModelDrafter, SelfDrafter
+from layerskip.drafters import LOOKUP_PRIORS, LookaheadDrafter, LookupDrafter, ModelDrafter, SelfDrafter
+from layerskip.drafters.lookahead import Sizes
 from layerskip.engine import Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
 from layerskip.governor import Source
@@ -347,6 +348,11 @@ class Model:
             planned["model"] = PlannedDrafter(drafter, ratio, plan.num_draft_tokens, num_siblings=plan.num_siblings)
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
             planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
+        if plan.lookahead_window:
+            sizes = Sizes.of(plan)
+            ahead = partial(LookaheadDrafter, sizes=sizes, reads=plan.lookahead_text)
+            prior = (Source.priors, MEASURED_WEIGHT)  # hopes that outlast the rounds in which there are few n-grams yet
+            planned["lookahead"] = PlannedDrafter(ahead, 0.0, plan.most_drafts, *prior, width=sizes.width)
         return planned
 
 

@@ -53,6 +53,7 @@ class PlannedDrafter:
         priors, prior_weight: see `Source`.
         adapter: trained blocks that it runs: they need room in the cache, and states that are kept there.
         num_siblings: tokens that it may propose beside each draft.
+        width: most tokens of a draft that is a whole tree; 0: it drafts chains, with or without siblings.
     """
 
     make: MakeDrafter
@@ -62,6 +63,7 @@ class PlannedDrafter:
     prior_weight: float = Source.prior_weight
     adapter: Adapter | None = None
     num_siblings: int = 0
+    width: int = 0
 
 
 @torch.inference_mode(False)  # what is made here may outlive a caller's inference mode
@@ -102,8 +104,8 @@ def build_engine(
     pool, compiled = pool or StaticPool(), compiled or CompiledForward(decoder)
     rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
     known, release = Memory(), rounds.release
-    siblings, note = _siblings(request, context, rounds, planned, decoder.vocab_size)
-    widest = max((min(each.most, most) * (1 + siblings[name]) for name, each in planned.items()), default=0)
+    planned, note = _possible(request, context, rounds, planned, decoder.vocab_size)
+    widest = max((each.width or min(each.most, most) * (1 + each.num_siblings) for each in planned.values()), default=0)
     capacity = max(capacity, max(limits) + widest + 1)
     try:
         if memory is not None:
@@ -118,14 +120,14 @@ def build_engine(
                 known = replace(known, adapter=adapter)  # another's entries and states were not kept up to date
         else:
             assert known.cache is not None
-            context = replace(context, num_siblings=max(siblings.values(), default=0))
+            context = replace(context, num_siblings=max((each.num_siblings for each in planned.values()), default=0))
             state = DecodeState(request.prompts, limits, known.cache, device, known.readings)
         return Engine(
             decoder=decoder,
             state=state,
             context=context,
             drafters={name: each.make(context) for name, each in planned.items()},
-            governor=_governor(request, planned, most, siblings),
+            governor=_governor(request, planned, most),
             pass_width=request.pass_width,
             static=rounds.static,
             memory=replace(known, token_ids=state.texts[0], readings=state.readings),
@@ -158,10 +160,10 @@ def _context(decoder: Decoder, request: Request, lengths: Sequence[int]) -> Draf
     )
 
 
-def _siblings(
+def _possible(
     request: Request, context: DraftContext, rounds: Rounds, planned: Mapping[str, PlannedDrafter], vocab_size: int
-) -> tuple[dict[str, int], str]:
-    """How many tokens each drafter may propose beside each draft, and, for the statistics, why none if it is none."""
+) -> tuple[dict[str, PlannedDrafter], str]:
+    """What is left of `planned` where trees cannot be verified, and, for the statistics, what that is and why."""
     if rounds.static is not None:
         obstacle = "rounds have fixed shapes"
     elif request.pass_width is not None:
@@ -171,9 +173,13 @@ def _siblings(
     else:
         ids = request.plan.draft_vocabulary if request.plan is not None else None
         most = (vocab_size if ids is None else len(ids)) - 1
-        return {name: min(each.num_siblings, most) for name, each in planned.items()}, ""
+        few = {name: replace(each, num_siblings=min(each.num_siblings, most)) for name, each in planned.items()}
+        return few, ""
+    chains = {name: replace(each, num_siblings=0) for name, each in planned.items() if not each.width}
+    if len(chains) < len(planned):
+        return chains, f"; no lookahead, which drafts trees: {obstacle}"
     is_asked = any(each.num_siblings for each in planned.values())
-    return dict.fromkeys(planned, 0), f"; chains, no trees: {obstacle}" if is_asked else ""
+    return chains, f"; chains, no trees: {obstacle}" if is_asked else ""
 
 
 def _hand_back(cache: KVCache, used: KVCache, begin: int, release: Callable[[], None]) -> None:
@@ -189,11 +195,11 @@ def _has_guests(decoder: Decoder, request: Request) -> bool:
     return bool(request.caller_processors or request.caller_criteria or decoder.is_watched)
 
 
-def _governor(
-    request: Request, planned: Mapping[str, PlannedDrafter], most: int, siblings: Mapping[str, int]
-) -> Governor:
+def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:
     sources = {
-        name: Source(min(each.most, most), each.cost_ratio, each.priors, each.prior_weight, siblings[name])
+        name: Source(
+            min(each.most, most), each.cost_ratio, each.priors, each.prior_weight, each.num_siblings, each.width
+        )
         for name, each in planned.items()
     }
     if request.governor == "off" or not sources:

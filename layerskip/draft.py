@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from layerskip.models.tree import Tree
 from layerskip.state import DecodeState
 
-__all__ = ["Draft", "Node", "empty_draft", "merged", "tree_draft"]
+__all__ = ["Draft", "Node", "empty_draft", "merged", "tree_draft", "trie"]
 
 
 class Node(NamedTuple):
@@ -49,6 +49,9 @@ class Draft:
         num_in_chain: of a tree, how many of each row's tokens, its first ones, are a chain; the others stand beside it.
         is_ranked: the tokens were not drawn, but are those that the target's own draws are likeliest to be
             (`AcceptanceRule.rank`), which therefore must decide about them.
+        is_whole: a tree of which no token can be spared, and none goes before the others: its drafter hears what the
+            target said behind each (`Learner`), and it counts how far the target went on whichever path. `num_in_chain`
+            is then its depth.
         nodes: the same tokens as numbers, where they were ranked and are not yet joined with others'.
     """
 
@@ -62,6 +65,7 @@ class Draft:
     tree: Tree | None = None
     num_in_chain: Sequence[int] | None = None
     is_ranked: bool = False
+    is_whole: bool = False
     nodes: Sequence[Sequence[Node]] | None = None
 
     @property
@@ -97,6 +101,29 @@ def tree_draft(rows: Sequence[Sequence[Node]], lengths: Sequence[int], device: t
     return replace(draft, tree=Tree(parents, device), num_in_chain=list(lengths))
 
 
+def trie(paths: Iterable[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
+    """The tree of `paths`, sequences of tokens behind one root: what two of them begin with is there once.
+
+    Returns:
+        its tokens in the order in which they first occur, so that the first path is a chain; the parent of each, and
+        where each path ends, as indices in the verification pass (`Node`).
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    ends: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    for path in paths:
+        place = 0
+        for token in path:
+            if (place, token) not in children:
+                tokens.append(token)
+                parents.append(place)
+                children[place, token] = len(tokens)
+            place = children[place, token]
+        ends.append(place)
+    return tokens, parents, ends
+
+
 def empty_draft(state: DecodeState, padding: int = 0) -> Draft:
     """A proposal of no tokens: the round is then a plain step, of a pass that is wider by `padding` columns."""
     return Draft(state.token_ids.new_zeros((state.batch, padding)), [0] * state.batch)
@@ -127,7 +154,12 @@ def merged(drafts: Sequence[Draft], vocab_size: int) -> Draft:
             if draft.confidences:
                 confidences[row] = draft.confidences[row]
     joined = Draft(
-        tokens, num_drafted, probs, confidences=confidences, is_ranked=any(each.is_ranked for each in drafts)
+        tokens,
+        num_drafted,
+        probs,
+        confidences=confidences,
+        is_ranked=any(each.is_ranked for each in drafts),
+        is_whole=any(each.is_whole for each in drafts),
     )
     if all(draft.tree is None for draft in drafts):
         return joined

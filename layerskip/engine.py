@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from layerskip.draft import Draft, empty_draft, merged
-from layerskip.drafters.base import DraftContext, Drafter, Recordable
+from layerskip.drafters.base import DraftContext, Drafter, Learner, Recordable
 from layerskip.errors import DecodingError
 from layerskip.governor import Decision, Governor
 from layerskip.memory import Memory
@@ -64,12 +64,14 @@ class Chosen(NamedTuple):
         accepted: number of those drafts.
         num_valid: how many of these positions have a distribution at all; what is chosen from there on is void.
         places: where in the pass each of the tokens was said: behind the newest token (0), behind draft `i` (i + 1).
+        choices: of a tree, what was said in each of these places.
     """
 
     tokens: list[int]
     accepted: int
     num_valid: int
     places: Sequence[int]
+    choices: Sequence[int] = ()
 
     @property
     def is_chain(self) -> bool:
@@ -265,11 +267,20 @@ class Engine:
         self.stats.host_s += host_s
 
     def _learn(self, decision: Decision, drafts: Mapping[str, Draft], chosen: Sequence[Chosen | None]) -> None:
-        """Tell the governor what became of each row's chain, and whether something beside it stood."""
+        """Tell the governor what became of each row's chain, and whether something beside it stood; and a drafter that
+        learns from it what the target said.
+        """
+        is_whole = any(each.is_whole for each in drafts.values())
         lengths = [max((each.lengths[row] for each in drafts.values()), default=0) for row in range(len(chosen))]
-        in_chain = [None if each is None else each.stood(length) for each, length in zip(chosen, lengths, strict=True)]
+        in_chain = [
+            None if each is None else each.accepted if is_whole else each.stood(length)
+            for each, length in zip(chosen, lengths, strict=True)
+        ]
         beside = [each is not None and not each.is_chain for each in chosen]
         self.governor.learn(decision, drafts, in_chain, beside)
+        for drafter in (self.drafters[name] for name in drafts):
+            if isinstance(drafter, Learner):
+                drafter.learn([() if each is None else each.choices for each in chosen])
 
     def _record(self, drafts: Mapping[str, Draft], chosen: Sequence[Chosen | None], commits: list[Commit]) -> None:
         """Count the round, row by row; of a tree its depth is what was proposed."""
@@ -318,8 +329,8 @@ class Engine:
 
         Returns:
             (batch, 3): accepted drafts, the token behind them, and the number of valid positions; of a tree also the
-            places where they were said (`Acceptance`). And what the target said of the drafts and the token behind
-            them.
+            places where they were said, and what was said in each place (`Acceptance`). And what the target said of the
+            drafts and the token behind them.
         """
         state, context = self.state, self.context
         counts = None if context.sampler.prefix_free else self._positions_that_matter(draft)
@@ -329,8 +340,8 @@ class Engine:
         acceptance = context.rule.accept(draft, scores, positions, state.round_tensor)
         state.token_ids[state.rows, state.indices(0) + acceptance.accepted] = acceptance.next_token
         said = Said(logits if self.output_logits else None, scores if self.output_scores else None)
-        decided = torch.stack(acceptance[:3], dim=1)
-        return decided if acceptance.places is None else torch.cat((decided, acceptance.places), dim=1), said
+        in_tree = [each for each in acceptance[3:] if each is not None]
+        return torch.cat((torch.stack(acceptance[:3], dim=1), *in_tree), dim=1), said
 
     def _chosen(self, draft: Draft, decided: Tensor) -> list[Chosen]:
         """Each row's accepted drafts and the token behind them: the round's one look at the device."""
@@ -339,7 +350,8 @@ class Engine:
             places = range(drafts + 1) if draft.tree is None else rest[: drafts + 1]
             tokens = rest[len(rest) - drafts :]
             stand = [tokens[place - 1] for place in places[1 : accepted + 1]]
-            chosen.append(Chosen([*stand, next_token], accepted, num_valid, places))
+            choices = () if draft.tree is None else rest[drafts + 1 : 2 * drafts + 2]
+            chosen.append(Chosen([*stand, next_token], accepted, num_valid, places, choices))
         return chosen
 
     def _straighten(self, chosen: Sequence[Chosen]) -> None:

@@ -26,11 +26,14 @@ __all__ = ["DraftPlan"]
 
 DEFAULT_DRAFT_TOKENS = 4
 DEFAULT_LOOKUP_TOKENS = 6
+_LOOKAHEAD_LEAST = {"lookahead_window": 1, "lookahead_ngram": 2, "lookahead_guesses": 1}
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How to draft. Make one with `exit`, `skip`, `model`, `lookup` or `load`; change one with `dataclasses.replace`.
+    """How to draft. Make one with `exit`, `skip`, `model`, `lookup`, `lookahead` or `load`.
+
+    Change one with `dataclasses.replace`.
 
     Attributes:
         skip_attention, skip_mlp: layers whose sub-block the draft leaves out, ascending; all below `exit_layer`.
@@ -45,6 +48,7 @@ class DraftPlan:
             and processors that do not look at the text; elsewhere, and in rounds of fixed shapes, chains are drafted.
         lookup_tokens: most tokens a round that are copied from where the text last went on from the same words (prompt
             lookup); 0: none. With both, each round uses the source that does better.
+        lookahead_window, lookahead_ngram, lookahead_guesses, lookahead_text: see `lookahead`; 0: none.
         confidence_threshold: a draft ends behind a token whose probability in the draft is below this; 0: never.
         target: the model the plan was made for; None: any that it fits.
         provenance: how it was found and measured; free-form, JSON.
@@ -59,6 +63,10 @@ class DraftPlan:
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
     num_siblings: int = 0
     lookup_tokens: int = 0
+    lookahead_window: int = 0
+    lookahead_ngram: int = 0
+    lookahead_guesses: int = 0
+    lookahead_text: bool = False
     confidence_threshold: float = 0.0
     target: ModelIdentity | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -75,8 +83,10 @@ class DraftPlan:
             least = 1 if self.adapter is None else 0
             expected = f"a layer count from {least} to one less than the model has"
             self._set("exit_layer", _at_least(least, "exit_layer", self.exit_layer, expected))
-        for name in ("num_draft_tokens", "num_siblings", "lookup_tokens"):
+        for name in ("num_draft_tokens", "num_siblings", "lookup_tokens", *_LOOKAHEAD_LEAST):
             self._set(name, _at_least(0, name, getattr(self, name), "an integer from 0"))
+        if not isinstance(self.lookahead_text, bool):
+            raise _refused("lookahead_text", self.lookahead_text, "True or False")
         if self.draft_vocabulary is not None:
             self._set("draft_vocabulary", _vocabulary(self.draft_vocabulary))
         self._set("confidence_threshold", _probability("confidence_threshold", self.confidence_threshold))
@@ -96,6 +106,8 @@ class DraftPlan:
         object.__setattr__(self, name, value)
 
     def _check_combination(self) -> None:
+        if self.lookahead_text or any(getattr(self, name) for name in _LOOKAHEAD_LEAST):
+            return self._check_lookahead()
         if self.num_draft_tokens == self.lookup_tokens == 0:
             raise PlanError(
                 "got a plan with num_draft_tokens=0 and lookup_tokens=0, which drafts nothing; expected one "
@@ -137,6 +149,18 @@ class DraftPlan:
                     f"layers, so skipping them has no effect. Expected layers below {self.exit_layer}; leave these out."
                 )
 
+    def _check_lookahead(self) -> None:
+        for name, least in _LOOKAHEAD_LEAST.items():
+            if getattr(self, name) < least:
+                expected = f"an integer from {least} for lookahead, or none of the lookahead_… fields"
+                raise _refused(name, getattr(self, name), expected)
+        alone = {"num_draft_tokens": 0}
+        for name, each in self.__dataclass_fields__.items():
+            is_own = name.startswith("lookahead") or name in ("target", "provenance")
+            if not is_own and getattr(self, name) != (expected := alone.get(name, each.default)):
+                raise _refused(name, getattr(self, name), f"{expected!r} beside lookahead, which drafts alone. Make it "
+                               "with DraftPlan.lookahead, or leave the lookahead_… fields out")  # fmt: skip
+
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> DraftPlan:
         """A plan with these fields, by name.
@@ -176,6 +200,21 @@ class DraftPlan:
         """
         return cls.of(_joined({"lookup_tokens": lookup_tokens, "num_draft_tokens": 0}, options))
 
+    @classmethod
+    def lookahead(
+        cls, window: int = 5, ngram: int = 4, guesses: int = 5, text: bool = True, **options: Any
+    ) -> DraftPlan:
+        """Draft n-grams that the model said in parallel before (lookahead decoding, Fu et al., ICML 2024); alone.
+
+        Each pass verifies up to `guesses` n-grams of `ngram` tokens that begin with the newest one, and guesses on in
+        `window` places at once, by which further n-grams come about: up to ``(window + guesses) * (ngram - 1)`` tokens.
+
+        Args:
+            text: n-grams of prompt and output are guesses too.
+        """
+        own = {"num_draft_tokens": 0, "lookahead_window": window, "lookahead_ngram": ngram}
+        return cls.of(_joined(own | {"lookahead_guesses": guesses, "lookahead_text": text}, options))
+
     @property
     def is_self_draft(self) -> bool:
         """Whether the model drafts for itself (beside what may be looked up)."""
@@ -201,7 +240,8 @@ class DraftPlan:
     @property
     def most_drafts(self) -> int:
         """Most tokens that a round may draft one behind the other."""
-        return max(self.num_draft_tokens, self.lookup_tokens)
+        ahead = max(self.lookahead_window + self.lookahead_ngram - 3, self.lookahead_ngram - 1)
+        return max(self.num_draft_tokens, self.lookup_tokens, ahead)
 
     def path(self, num_layers: int) -> tuple[Step, ...]:
         """The sub-blocks that the draft runs on a model of `num_layers` layers; with an adapter it may be none.

@@ -32,12 +32,14 @@ class Acceptance(NamedTuple):
         num_valid: (batch,), how many of a row's positions have a distribution at all; what is chosen from there on is
             void.
         places: of a tree, where the accepted drafts and the token behind them were said (`accept_in_tree`).
+        choices: of a tree, what the target said behind the newest token and each draft, (batch, drafts + 1).
     """
 
     accepted: Tensor
     next_token: Tensor
     num_valid: Tensor
     places: Tensor | None = None
+    choices: Tensor | None = None
 
 
 class AcceptanceRule(Protocol):
@@ -250,7 +252,7 @@ def _matched(draft: Draft, target_tokens: Tensor, valid: Tensor) -> Acceptance:
         return Acceptance(*accept_by_match(draft.tokens, target_tokens, _counts(draft)), _leading_valid(valid))
     tree = draft.tree
     accepted, following, places = accept_in_tree(draft.tokens, target_tokens, _counts(draft), tree.before, tree.sees)
-    return Acceptance(accepted, following, _leading_valid(valid.gather(1, places)), places)
+    return Acceptance(accepted, following, _leading_valid(valid.gather(1, places)), places, target_tokens)
 
 
 def _best(scores: Tensor, count: int, ids: Tensor | None) -> Tensor:

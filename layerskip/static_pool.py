@@ -161,6 +161,8 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
         return "eta_cutoff asks the device for a value"
     if request.settings.output_scores or request.settings.output_logits:
         return "scores are asked for, which rounds of fixed shapes do not hand out"
+    if request.plan is not None and request.plan.lookahead_window:
+        return "lookahead verifies trees, which have no fixed shape"
     if request.pass_width is not None:
         return "pass_width has shapes of its own"
     if decoder.is_watched:

@@ -43,6 +43,7 @@ class DrafterContract:
     family = "llama"
     prompts = PROMPTS
     adapter: Adapter | None = None
+    width = 0  # most tokens of a draft that is a whole tree
 
     def make_drafter(self, decoder: Decoder, context: DraftContext) -> Drafter:
         """Make the drafter under test for a target's `decoder`."""
@@ -55,7 +56,10 @@ class DrafterContract:
     def engine(self, prompts=None, **options) -> Engine:
         prompts = self.prompts if prompts is None else prompts
         return make_engine(
-            self.target, prompts, self.make_drafter, **{"max_new_tokens": 16, "adapter": self.adapter, **options}
+            self.target,
+            prompts,
+            self.make_drafter,
+            **{"max_new_tokens": 16, "adapter": self.adapter, "width": self.width, **options},
         )
 
     def propose(self, engine: Engine, limits: list[int]) -> Draft:
@@ -77,7 +81,8 @@ class DrafterContract:
         draft = self.propose(self.engine(), [4, 4, 4])
         batch, drafts = draft.tokens.shape
         assert batch == 3
-        assert 0 < drafts <= 4
+        assert 0 < drafts <= (self.width or 4)
+        assert max(draft.lengths) <= 4
         assert draft.tokens.dtype == torch.int64
         assert ((draft.tokens >= 0) & (draft.tokens < VOCAB_SIZE)).all()
         assert draft.probs is None, "greedy drafts are chosen, not drawn"
@@ -91,8 +96,8 @@ class DrafterContract:
     def test_no_row_drafts_more_than_its_limit(self, limits):
         """Catches a draft that leaves no room for the token behind it, or that goes on in a finished row."""
         draft = self.propose(self.engine(), limits)
-        assert all(0 <= count <= limit for count, limit in zip(draft.num_drafted, limits, strict=True))
-        assert max(draft.num_drafted) <= draft.tokens.shape[1] <= max(limits)
+        assert all(0 <= count <= limit for count, limit in zip(draft.lengths, limits, strict=True))
+        assert max(draft.num_drafted) <= draft.tokens.shape[1] <= (self.width or max(limits))
 
     def test_a_row_without_prospects_drafts_nothing_and_the_others_something(self):
         """The governor gives turns by the outlook, before a draft is made. Catches turns that come to nothing."""

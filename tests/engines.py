@@ -35,6 +35,7 @@ def make_engine(
     adapter: Adapter | None = None,
     pass_width: int | None = None,
     num_siblings: int = 0,
+    width: int = 0,
     **settings,
 ) -> Engine:
     """An engine over `prompts`; `settings` are fields of `DecodingSettings`, taken as they are.
@@ -56,7 +57,7 @@ def make_engine(
     planned = {}
     if make_drafter is not None:
         planned["drafter"] = PlannedDrafter(
-            partial(make_drafter, decoder), 0.1, max_drafts, adapter=adapter, num_siblings=num_siblings
+            partial(make_drafter, decoder), 0.1, max_drafts, adapter=adapter, num_siblings=num_siblings, width=width
         )
     return build_engine(decoder, request, planned, tokenizer)
 

@@ -92,6 +92,10 @@ PLANS = {
     ),
     "both": (["--assistant-early-exit", "3", "--skip-mlp", "1"], {"exit_layer": 3, "skip_mlp": [1]}),
     "lookup": (["--prompt-lookup-num-tokens", "5"], {"lookup_tokens": 5, "num_draft_tokens": 0}),
+    "lookahead": (
+        ["--lookahead-window", "3", "--lookahead-ngram", "3"],
+        {"lookahead_window": 3, "lookahead_guesses": 5},
+    ),
     "lookup beside": (
         ["--prompt-lookup-num-tokens", "5", "--assistant-early-exit", "2"],
         {"lookup_tokens": 5, "num_draft_tokens": 4, "exit_layer": 2},

@@ -26,7 +26,7 @@ QUESTIONS = [
     {"question_id": 1, "category": "qa", "turns": ["Who wrote it"]},
     {"question_id": 2, "category": "qa", "turns": ["Why is the sky blue"]},
 ]
-OURS = ["plain", "self", "exit", "lookup", "combined", "two-model"]
+OURS = ["plain", "self", "exit", "lookup", "lookahead", "combined", "two-model"]
 THEIRS = ["hf-greedy", "hf-assistant", "hf-early-exit", "hf-lookup"]
 
 

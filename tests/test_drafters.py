@@ -7,13 +7,14 @@ import itertools
 import pytest
 import torch
 
-from layerskip.drafters import LookupDrafter, ModelDrafter, SelfDrafter
+from layerskip.drafters import LookaheadDrafter, LookupDrafter, ModelDrafter, SelfDrafter
+from layerskip.drafters.lookahead import Sizes
 from layerskip.drafters.self_draft import count_exact_blocks
 from layerskip.governor import Always, Source
 from layerskip.models.adapter import AdapterSpec
 from layerskip.models.decoder import Decoder, Step
 from layerskip.plan import DraftPlan
-from tests.contracts import PROMPTS, DrafterContract, DrawingDrafterContract
+from tests.contracts import PROMPTS, DrafterContract, DrawingDrafterContract, PrefixBound
 from tests.engines import LogitsDrafter, drafter_of, make_engine, run_checked
 from tests.special_models import adapter_of, agreeing_model
 from tests.tiny_models import NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
@@ -77,6 +78,32 @@ class TestLookup(DrafterContract):
 
     def repeats(self, text):
         return int(transformers_greedy(self.target, text, max_new_tokens=1)[0, -1]) in text[0, :-1].tolist()
+
+
+class TestLookahead(DrafterContract):
+    """A window four tokens deep, so that it is in drafts of that limit; branches of two."""
+
+    sizes = Sizes(window=4, ngram=3, guesses=2)
+    width = sizes.width
+
+    def make_drafter(self, _, context):
+        return LookaheadDrafter(context, self.sizes)
+
+    def test_an_eos_ends_a_draft(self):
+        """No branch goes on behind one; what a window guesses behind one may still become an n-gram elsewhere."""
+        engine = self.engine(eos_token_id=(6,))
+        drafter_of(engine).begin(engine.state)
+        for text in engine.state.texts:
+            text += [9, 6, 7, 9, 5, 6, 9]
+        drafter_of(engine).observe(engine.state)
+        draft = drafter_of(engine).propose(engine.state, [2, 2, 2])  # too short for the window
+        assert draft.tokens[:, :2].tolist() == [[5, 6]] * 3
+        assert all(2 not in parents for parents in draft.tree.parents)
+
+    def test_processors_see_the_drafts_before_a_draft(self):
+        """They would have to be asked about every path: nothing is drafted."""
+        engine = self.engine(processors=[PrefixBound()])
+        assert not engine.drafters and "no lookahead, which drafts trees: a logits pro" in engine.stats.execution
 
 
 class TestUniform(DrawingDrafterContract):

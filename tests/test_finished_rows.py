@@ -41,13 +41,14 @@ def plans(tmp_path_factory):
         "plain": None,
         "exit": DraftPlan.exit(2),
         "lookup": DraftPlan.lookup(4),
+        "lookahead": DraftPlan.lookahead(3, 3, 3),
         "exit and lookup": DraftPlan.exit(3, lookup_tokens=3, num_draft_tokens=5),
         "skip": DraftPlan.skip([1, 2], [2], confidence_threshold=0.3),
         "model": DraftPlan.model(tiny_model("llama")),
     }
 
 
-PLANS = ("plain", "exit", "lookup", "exit and lookup", "skip", "model", "jump", "exit and state")
+PLANS = ("plain", "exit", "lookup", "lookahead", "exit and lookup", "skip", "model", "jump", "exit and state")
 
 
 @pytest.fixture(scope="module")

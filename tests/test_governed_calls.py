@@ -23,6 +23,8 @@ PLANS = {
     "model, one draft": DraftPlan.model(tiny_model("llama"), num_draft_tokens=1),
     "lookup": DraftPlan.lookup(5),
     "lookup of one": DraftPlan.lookup(1),
+    "lookahead": DraftPlan.lookahead(),
+    "lookahead of pairs": DraftPlan.lookahead(3, 2, 2),
     "both": DraftPlan.exit(3, lookup_tokens=5),
     "both, one draft": DraftPlan.exit(3, num_draft_tokens=1, lookup_tokens=1),
     "model and lookup": DraftPlan.model(tiny_model("llama"), num_draft_tokens=2, lookup_tokens=6),

@@ -47,6 +47,13 @@ SETTINGS = (
 )
 
 
+LOOKAHEAD = {
+    "window": "draft by lookahead decoding: guess on in N places at once (default: 5)",
+    "ngram": "…, remembering what comes out as n-grams of N tokens (default: 4)",
+    "guesses": "…, and verifying up to N of them at once (default: 5)",
+}
+
+
 def given(options: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     """Those of the options `names` that were given (or have a default)."""
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
@@ -107,6 +114,8 @@ def add_plan_options(parser: Any, plan_file: bool = True) -> None:
         metavar="N",
         help="draft up to N tokens a round from what followed the same words before; alone, or beside another way",
     )
+    for name, meaning in LOOKAHEAD.items():
+        parser.add_argument(f"--lookahead-{name}", type=positive, metavar="N", help=meaning)
     parser.add_argument("--num-assistant-tokens", type=positive, metavar="K", help="most tokens to draft a round")
     parser.add_argument(
         "--num-siblings",
@@ -135,7 +144,9 @@ def draft_plan(options: argparse.Namespace) -> DraftPlan | None:
     file = getattr(options, "plan", None)
     own = given(options, ("assistant_early_exit", "skip_attention", "skip_mlp"))
     lookup_tokens = options.prompt_lookup_num_tokens
-    ways = {"--plan": file, "--assistant-model": options.assistant_model, ", ".join(map(_as_option, own)): own}
+    ahead = given(options, tuple(f"lookahead_{name}" for name in LOOKAHEAD))
+    ways = {"--plan": file, "--assistant-model": options.assistant_model}
+    ways |= {", ".join(map(_as_option, each)): each for each in (own, ahead)}
     named = [option for option, value in ways.items() if value]
     if len(named) > 1:
         raise SettingError(f"got {' and '.join(named)}, which each say how to draft; expected one of them.")
@@ -154,6 +165,8 @@ def draft_plan(options: argparse.Namespace) -> DraftPlan | None:
         return replace(DraftPlan.load(file), **limits)
     if options.assistant_model:
         return DraftPlan.model(options.assistant_model, **limits)
+    if ahead:
+        return DraftPlan.lookahead(**{name.removeprefix("lookahead_"): each for name, each in ahead.items()}, **limits)
     if not own:
         return None if lookup_tokens is None else DraftPlan.lookup(lookup_tokens)
     return DraftPlan.skip(

@@ -125,6 +125,10 @@ def describe_path(plan: DraftPlan, num_layers: int) -> str:
     """What drafts, on a model of `num_layers` layers, in some words."""
     if plan.draft_model is not None:
         return f"the model {plan.draft_model}"
+    if plan.lookahead_window:
+        return (
+            f"what it guesses ahead in {plan.lookahead_window} places at once" + " and the text" * plan.lookahead_text
+        )
     if not plan.is_self_draft:
         return "what followed the same words before"
     path = plan.path(num_layers)
@@ -138,6 +142,8 @@ def describe_path(plan: DraftPlan, num_layers: int) -> str:
 
 def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
     """What a plan does, in a few lines."""
+    from layerskip.drafters.lookahead import Sizes
+
     lines = [f"drafts with {describe_path(plan, num_layers)}"]
     for name, skipped in (("attention", plan.skip_attention), ("MLP", plan.skip_mlp)):
         if skipped:
@@ -156,6 +162,11 @@ def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
     if plan.lookup_tokens:
         beside = "or, where that does better, " if plan.num_draft_tokens else ""
         lines.append(f"{beside}up to {plan.lookup_tokens} tokens a round copied from the text, at no cost")
+    if plan.lookahead_window:
+        lines.append(
+            f"up to {plan.lookahead_guesses} n-grams of {plan.lookahead_ngram} tokens a round, in passes over up to "
+            f"{Sizes.of(plan).width + 1} tokens"
+        )
     return lines
 
 

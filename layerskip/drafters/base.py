@@ -20,7 +20,7 @@ from layerskip.rules import AcceptanceRule
 from layerskip.sampling import Sampler
 from layerskip.state import DecodeState
 
-__all__ = ["DraftContext", "Drafter", "GoesOn", "Recordable", "draft_chain", "draft_steps"]
+__all__ = ["DraftContext", "Drafter", "GoesOn", "Learner", "Recordable", "draft_chain", "draft_steps"]
 
 GoesOn = Callable[[int, Sequence[float | None]], Sequence[bool]]
 """Told a draft's offset and each row's confidence in it (None where the row had stopped before), says which rows are to
@@ -100,6 +100,17 @@ class Recordable(Protocol):
 
     def note_steps(self, state: DecodeState) -> None:
         """Take note that a recording of `steps` has run."""
+        ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A drafter that learns from what the target said behind every token of its last draft (`Draft.is_whole`)."""
+
+    def learn(self, choices: Sequence[Sequence[int]]) -> None:
+        """Of each row that the draft was for: the target's tokens behind the newest one (0) and behind draft `i`
+        (i + 1); none for a row that had ended.
+        """
         ...
 
 

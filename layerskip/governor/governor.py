@@ -46,6 +46,8 @@ class Source:
         priors: acceptance to assume at first, by grade and offset added up (`AcceptanceRecord`).
         prior_weight: how firmly, in observations.
         num_siblings: tokens that it proposes beside each draft.
+        width: columns of the pass that its drafts take, however many of them stand (`Draft.is_whole`); 0: as many as it
+            drafts, and those beside them.
     """
 
     most: int
@@ -53,6 +55,7 @@ class Source:
     priors: Sequence[float] = (0.8, 0.8, 0.8, 0.8)
     prior_weight: float = HOPE_WEIGHT
     num_siblings: int = 0
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class WorthIt:
         """`costs`: measured, or given."""
         self.sources = sources
         self.costs = costs
-        # How many columns of the pass the last trees took beside their chains, for each draft of these.
+        # How many columns the last trees took beside their chains, for each draft of these (whole ones: in all).
         self._beside: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in sources}
         self._totals = {name: Total(batch) for name in sources}
         self._records = {
@@ -192,7 +195,8 @@ class WorthIt:
             of_row = {name: gains[name][length][row] for name, length in lengths.items()}
             best = max(of_row, key=lambda name: of_row[name])
             is_worth_it = of_row[best] >= _LEAST_GAIN
-            limits[best][row] = max(0, min(lengths[best], room)) if is_worth_it else 0
+            length = self.sources[best].most if self.sources[best].width else lengths[best]
+            limits[best][row] = max(0, min(length, room)) if is_worth_it else 0
         return Decision(limits, grades, rate)
 
     def goes_on(self, source: str, decision: Decision) -> GoesOn | None:
@@ -219,6 +223,8 @@ class WorthIt:
 
     def trimmed(self, source: str, decision: Decision, draft: Draft) -> Draft:
         """See `Governor.trimmed`: another column of the pass costs the same for one row as for all."""
+        if draft.is_whole:
+            self._beside[source].append(draft.tokens.shape[1])
         if draft.nodes is None:
             return draft
         width, nodes = 1 + draft.steps, draft.nodes
@@ -307,19 +313,25 @@ class WorthIt:
 
     def _columns_beside(self, name: str) -> float:
         """How many columns of the pass stand beside each draft: as many as were worth it in the last trees."""
-        return mean(self._beside[name]) if self._beside[name] else 0.0
+        return mean(self._beside[name]) if self._beside[name] and not self.sources[name].width else 0.0
 
     def _best_lengths(self, gains: Mapping[str, list[list[float]]], running: int) -> tuple[dict[str, int], float]:
         """The length of each source's drafts that gives most tokens per time, and that rate."""
         drafting = [self.costs.draft(name) for name in gains]
-        # A tree is wider than its chain, by as much as the last ones were.
-        beside = [self._columns_beside(name) for name in gains]
+        columns = [self._columns(name, len(of_source)) for name, of_source in gains.items()]
         best, best_rate = (0,) * len(gains), 0.0
         for lengths in product(*map(range, map(len, gains.values()))):
             of_sources = (of_source[k] for of_source, k in zip(gains.values(), lengths, strict=True))
             tokens = running + sum(map(max, zip(*of_sources, strict=True)) if len(lengths) > 1 else next(of_sources))
-            width = 1 + max(k + round(k * each) for k, each in zip(lengths, beside, strict=True))
+            width = 1 + max(of_source[k] for of_source, k in zip(columns, lengths, strict=True))
             seconds = self.costs.verify(width) + sum(map(mul, lengths, drafting))
             if tokens > best_rate * seconds:
                 best, best_rate = lengths, tokens / seconds
         return dict(zip(gains, best, strict=True)), best_rate
+
+    def _columns(self, name: str, count: int) -> list[int]:
+        """Of the pass, for each of `count` lengths of a draft from 0: a tree is as much wider as the last ones were."""
+        if width := self.sources[name].width:
+            return [0] + [round(mean(self._beside[name] or [width]))] * (count - 1)
+        beside = self._columns_beside(name)
+        return [k + round(k * beside) for k in range(count)]
