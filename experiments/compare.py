@@ -42,7 +42,7 @@ from layerskip.errors import SettingError, did_you_mean
 from layerskip.models.loading import parse_dtype
 from layerskip.models.synthetic import GEOMETRIES
 
-__all__ = ["main"]
+__all__ = ["add_arm_options", "given_settings", "main", "plan_digest", "plans_of", "setting"]
 
 RECORDED = ("new_tokens", "repeats", "per_category", "tuning_questions", "temperature", "governor", "raw", "exit")
 
@@ -88,7 +88,7 @@ def _compare(options: Namespace) -> None:
     shop = Workshop(
         subject,
         model=subject.load(),
-        plans=_plans(options),
+        plans=plans_of(options),
         draft_model=options.draft_model,
         governor=options.governor,
         decoding={"do_sample": False} if options.temperature is None
@@ -96,7 +96,7 @@ def _compare(options: Namespace) -> None:
     )  # fmt: skip
     for name, row in rows.items():
         row.check(name, shop)
-    given = _given(options, rows)
+    given = given_settings(options, rows)
     log = RunLog(options.out, conditions(shop.model, [repr(each) for each in report]), options.resume)
     console = Console(stderr=True)
     with console.status("") as status:
@@ -111,7 +111,7 @@ def _described(options: Namespace, rows: Mapping[str, ArmRow], given: Mapping[st
                questions: Sequence[Question]) -> dict[str, Any]:  # fmt: skip
     """All that says what is compared, without the machine's own paths."""
     content = repr(list(questions)).encode()
-    plans = {name: _digest(plan) for name, plan in shop.plans.items()}
+    plans = {name: plan_digest(plan) for name, plan in shop.plans.items()}
     return {
         "model": name_of(options.model),
         "data": name_of(options.data),
@@ -124,8 +124,8 @@ def _described(options: Namespace, rows: Mapping[str, ArmRow], given: Mapping[st
     }
 
 
-def _digest(plan: layerskip.DraftPlan) -> str:
-    """What tells plans apart."""
+def plan_digest(plan: layerskip.DraftPlan) -> str:
+    """What tells plans apart, without the machine's own paths."""
     fields = {name: value for name, value in vars(plan).items() if name not in ("provenance", "target", "adapter")}
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
@@ -142,7 +142,13 @@ def _rows(options: Namespace) -> dict[str, ArmRow]:
     return {name: ARMS[name] for name in dict.fromkeys((PLAIN, *names))}
 
 
-def _plans(options: Namespace) -> dict[str, layerskip.DraftPlan]:
+def plans_of(options: Namespace) -> dict[str, layerskip.DraftPlan]:
+    """The plans that the options name, by the option.
+
+    Raises:
+        PlanError: a file is no plan.
+        SettingError: one of --trained has no trained blocks.
+    """
     files = {"plan": options.plan, "trained": options.trained}
     plans = {name: layerskip.DraftPlan.load(file) for name, file in files.items() if file is not None}
     if "trained" in plans and plans["trained"].adapter is None:
@@ -152,7 +158,7 @@ def _plans(options: Namespace) -> dict[str, layerskip.DraftPlan]:
     return plans | ({} if options.exit is None else {"exit": layerskip.DraftPlan.exit(options.exit)})
 
 
-def _given(options: Namespace, rows: Mapping[str, ArmRow]) -> dict[str, dict[str, Any]]:
+def given_settings(options: Namespace, rows: Mapping[str, ArmRow]) -> dict[str, dict[str, Any]]:
     """Settings by arm, as --set gives them."""
     given: dict[str, dict[str, Any]] = {}
     for arm, name, value in options.set:
@@ -166,7 +172,7 @@ def _given(options: Namespace, rows: Mapping[str, ArmRow]) -> dict[str, dict[str
     return given
 
 
-def _arm_names(text: str) -> list[str]:
+def arm_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in ARMS:
@@ -174,7 +180,8 @@ def _arm_names(text: str) -> list[str]:
     return names
 
 
-def _setting(text: str) -> tuple[str, str, Any]:
+def setting(text: str) -> tuple[str, str, Any]:
+    """Read ``ARM.NAME=VALUE``."""
     place, equals, value = text.partition("=")
     arm, dot, name = place.partition(".")
     if not (equals and dot and arm and name):
@@ -189,6 +196,15 @@ def _count(text: str) -> int:
     return 0 if text == "0" else positive(text)
 
 
+def add_arm_options(parser: Parser) -> None:
+    """Which arms, and what they need: the options that `plans_of` and the rows of `ARMS` read."""
+    parser.add_argument("--arms", type=arm_names, metavar="NAME,NAME", help=f"some of {', '.join(ARMS)}")
+    parser.add_argument("--plan", help="a plan file, as a search writes it")
+    parser.add_argument("--trained", help="a plan file of trained blocks, as a training writes it")
+    parser.add_argument("--exit", type=positive, help="blocks that the draft of the exit arms runs")
+    parser.add_argument("--draft-model", help="a checkpoint of the same vocabulary, for the arms that draft with one")
+
+
 def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(prog="python -m experiments.compare", description=__doc__)
     parser.formatter_class = RawDescriptionHelpFormatter
@@ -197,11 +213,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         "--data", help=f"questions as JSON lines (Spec-Bench's, HumanEval's, prompts), or {HUMAN_EVAL!r}"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where lines and report go")
-    parser.add_argument("--arms", type=_arm_names, metavar="NAME,NAME", help=f"some of {', '.join(ARMS)}")
-    parser.add_argument("--plan", help="a plan file, as a search writes it")
-    parser.add_argument("--trained", help="a plan file of trained blocks, as a training writes it")
-    parser.add_argument("--exit", type=positive, help="blocks that the draft of the exit arms runs")
-    parser.add_argument("--draft-model", help="a checkpoint of the same vocabulary, for the arms that draft with one")
+    add_arm_options(parser)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=positive, default=2)
@@ -212,7 +224,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--temperature", type=float, help="sample; outputs are then other samples")
     parser.add_argument("--governor", choices=("measured", "fixed", "off"), default="measured", help="of our arms")
     parser.add_argument("--raw", action="store_true", help="prompts as they are, not as a chat")
-    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="ARM.NAME=VALUE",
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="ARM.NAME=VALUE",
                         help="a setting of an arm, which is then not tuned")  # fmt: skip
     parser.add_argument("--gaps", type=_count, default=4, help="most answers of an arm to look into where they part")
     parser.add_argument("--resume", action="store_true", help="go on behind the lines in --out")

@@ -6,22 +6,22 @@ others are measured by, must not.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import layerskip
 from experiments.arm_rows import ArmRow, Settings, Workshop
 from experiments.arms import WARM_UP_TOKENS, Arm, warm_up
 from experiments.compare_arms import PLAIN
 from experiments.protocol import geometric_mean_of, paired_ratios, task_of
 from experiments.questions import Question, token_ids
 from experiments.run_lines import RunLog, run_of, run_to_dict
-from layerskip.errors import DecodingError, InputError, SettingError
+from layerskip.errors import DecodingError, SettingError
 from layerskip.exactness import first_difference
 
-__all__ = ["Comparison", "TUNED"]
+__all__ = ["Comparison", "Contestant", "TUNED", "in_words", "sizes_of"]
 
 TUNED = ", tuned"  # behind an arm's name
 
@@ -83,22 +83,8 @@ class Comparison:
             self.log.write("end")
 
     def _begin(self, options: Mapping[str, Any]) -> None:
-        for line in self.log.of("begin"):
-            for name, value in json.loads(json.dumps(options)).items():
-                if line["options"].get(name) != value:
-                    raise InputError(
-                        f"got --resume with {name} {value!r} of a comparison with {line['options'].get(name)!r}; "
-                        "expected the same. Give it again as it was, or begin anew in another folder."
-                    )
-            return
         names = {"tuning": [each.id for each in self.tuning], "report": [each.id for each in self.report]}
-        model = self.shop.model
-        sizes = {
-            "weights_bytes": model.inspection.parameters * model.decoder.dtype.itemsize,
-            "cache_bytes_per_token": model.inspection.kv_bytes_per_token,
-            "preparation": asdict(model.preparation),
-        }
-        self.log.write("begin", options=dict(options), split=names, model=sizes)
+        self.log.begin(options, split=names, model=sizes_of(self.shop.model))
 
     def _contestants(self) -> Iterator[Contestant]:
         """All arms, with their default settings and, where others did better on the tuning half, with those, too."""
@@ -141,7 +127,7 @@ class Comparison:
         except Exception as error:
             self._refuse_without_plain(name, error)
             contestant.arm = None
-            content["error"] = _in_words(error)
+            content["error"] = in_words(error)
         if said is None:
             self.log.write("arm", **{"error": None, **content})
         return contestant
@@ -163,7 +149,7 @@ class Comparison:
                 candidate.arm = row.make(self.shop, candidate.name, settings)
                 warm_up(candidate.arm, [self._longest()], self.shop.subject.device)
             except Exception as error:
-                candidate.arm, candidate.error = None, _in_words(error)
+                candidate.arm, candidate.error = None, in_words(error)
             candidates.append(candidate)
         base = Contestant(f"{name} #{PLAIN}", plain.row, {}, plain.arm)
         for index, question in enumerate(self.tuning):
@@ -234,7 +220,7 @@ class Comparison:
             run = contestant.arm.call([prompt], self.new_tokens)
         except Exception as error:
             self._refuse_without_plain(contestant.name, error)
-            self._give_up(contestant, _in_words(error))
+            self._give_up(contestant, in_words(error))
             self.log.write("run", **content, error=contestant.error)
             return
         tokenizer: Any = self.shop.model.tokenizer
@@ -248,7 +234,7 @@ class Comparison:
     def _refuse_without_plain(self, name: str, error: Exception) -> None:
         if name == PLAIN:
             raise DecodingError(
-                f"got a failure of plain decoding, by which all arms are measured: {_in_words(error)}. Make it decode "
+                f"got a failure of plain decoding, by which all arms are measured: {in_words(error)}. Make it decode "
                 "first."
             ) from error
 
@@ -285,6 +271,15 @@ class Comparison:
         return len(prompt) + self.new_tokens <= self.shop.model.decoder.max_positions
 
 
-def _in_words(error: Exception) -> str:
+def sizes_of(model: layerskip.Model) -> dict[str, Any]:
+    """What the model's weights and cache take, and how it was prepared."""
+    return {
+        "weights_bytes": model.inspection.parameters * model.decoder.dtype.itemsize,
+        "cache_bytes_per_token": model.inspection.kv_bytes_per_token,
+        "preparation": asdict(model.preparation),
+    }
+
+
+def in_words(error: Exception) -> str:
     """The kind of error and its first line."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -23,6 +23,7 @@ from layerskip.timing import Stopwatch
 
 __all__ = [
     "PeakMemory",
+    "available_bytes",
     "draft_costs",
     "interleaved",
     "machine_bandwidth",
@@ -57,12 +58,18 @@ class _Passes:
     """Passes at one place of a cache: `context` committed tokens of random ids in every row."""
 
     def __init__(
-        self, decoder: Decoder, batch: int, recorded: bool, adapter: Adapter | None = None, context: int = CONTEXT
+        self,
+        decoder: Decoder,
+        batch: int,
+        recorded: bool,
+        adapter: Adapter | None = None,
+        context: int = CONTEXT,
+        widest: int = max(WIDTHS),
     ) -> None:
         self.decoder, self.batch, self.adapter = decoder, batch, adapter
-        self.context = min(context, decoder.max_positions - max(WIDTHS))
+        self.context = min(context, decoder.max_positions - widest)
         self.slots = SLOTS
-        while self.slots < self.context + max(WIDTHS):
+        while self.slots < self.context + widest:
             self.slots *= 2
         needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
         self.cache = decoder.new_cache(batch, self.slots, *needs)
@@ -147,7 +154,7 @@ def pass_grid(
     programs = {}
     for context in contexts:
         for batch in batches:
-            passes = _Passes(decoder, batch, recorded, context=context)
+            passes = _Passes(decoder, batch, recorded, context=context, widest=max(widths))
             for width in widths:
                 programs[batch, width, context] = passes.program((batch, width, context), width)
     return interleaved(decoder.device, programs, repeats)
@@ -247,6 +254,17 @@ def watched_memory(device: torch.device) -> Iterator[PeakMemory]:
         ended.set()
         sampler.join()
     peak.bytes, peak.how = max(seen) - start, "resident memory, sampled every 2 ms"
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be taken on `device`; None: not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
 
 
 def resident_bytes() -> int | None:

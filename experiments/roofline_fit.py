@@ -29,6 +29,7 @@ __all__ = [
     "compare",
     "fit",
     "measure",
+    "swept_passes",
     "verify_ratios",
 ]
 
@@ -61,6 +62,18 @@ def measure(
     """Seconds of each pass, on a GPU as CUDA graphs."""
     recorded = model.decoder.device.type == "cuda"
     return pass_grid(model.decoder, batches, widths, contexts, recorded=recorded, repeats=repeats)
+
+
+def swept_passes(lines: Sequence[Mapping[str, Any]]) -> dict[Cell, float]:
+    """Seconds of the passes that the lines of a sweep tell of, of the widths that were timed at all of its values."""
+    told = [line["cells"] for line in lines if line["kind"] == "costs" and line.get("cells")]
+    common = set.intersection(*({cell["width"] for cell in cells} for cells in told)) if told else set()
+    return {
+        (cell["batch"], cell["width"], cell["context"]): cell["pass_s"]
+        for cells in told
+        for cell in cells
+        if cell["width"] in common
+    }
 
 
 def fit(shape: Inspection, pass_s: Mapping[Cell, float], name: str = "this machine") -> Hardware:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,20 @@ _UNLIKE = ("command",)  # conditions that may differ between the parts of a comp
 class RunLog:
     """The file of lines of one comparison, in the order of writing."""
 
-    def __init__(self, folder: Path, conditions: Mapping[str, Any], resume: bool) -> None:
+    def __init__(
+        self, folder: Path, conditions: Mapping[str, Any], resume: bool, run_key: Sequence[str] = RUN_KEY
+    ) -> None:
         """Open the file of `folder`, which is made.
 
         Args:
             conditions: that every line gets.
             resume: go on with the lines that are there; else there must be none.
+            run_key: what tells the lines of runs apart.
 
         Raises:
             InputError: there are lines and they are not to be gone on with, or were made under other conditions.
         """
-        self.file, self._conditions = folder / LINES, dict(conditions)
+        self.file, self._conditions, self._run_key = folder / LINES, dict(conditions), tuple(run_key)
         self._runs: dict[tuple[Any, ...], dict[str, Any]] = {}
         if self.file.exists() and not resume:
             raise InputError(
@@ -59,6 +62,25 @@ class RunLog:
                 f"got --out {folder}, which cannot be written: {error.strerror or error}. Name a folder that can."
             ) from error
 
+    def begin(self, options: Mapping[str, Any], **content: Any) -> None:
+        """Write the first line, unless there is one; then make sure that it says the same.
+
+        Args:
+            options: all that says what is compared.
+
+        Raises:
+            InputError: what was begun was of other options.
+        """
+        for line in self.of("begin"):
+            for name, value in json.loads(json.dumps(options)).items():
+                if line["options"].get(name) != value:
+                    raise InputError(
+                        f"got --resume with {name} {value!r} of a comparison with {line['options'].get(name)!r}; "
+                        "expected the same. Give it again as it was, or begin anew in another folder."
+                    )
+            return
+        self.write("begin", options=dict(options), **content)
+
     def write(self, kind: str, **content: Any) -> dict[str, Any]:
         """Append a line; it is on the disk when this returns."""
         line = {"kind": kind, **content, "conditions": self._conditions}
@@ -72,12 +94,12 @@ class RunLog:
         return line
 
     def run(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The line of a run, by `RUN_KEY`; None: there is none."""
-        return self._runs.get(tuple(key[name] for name in RUN_KEY))
+        """The line of a run, by the names of `run_key`; None: there is none."""
+        return self._runs.get(tuple(key[name] for name in self._run_key))
 
     def _note(self, line: dict[str, Any]) -> None:
         if line["kind"] == "run":
-            self._runs[tuple(line[name] for name in RUN_KEY)] = line
+            self._runs[tuple(line[name] for name in self._run_key)] = line
 
     def of(self, kind: str, **content: Any) -> Iterator[dict[str, Any]]:
         """Lines of a kind that say all of `content`."""

@@ -3,6 +3,7 @@
     python -m experiments.simulate llama-8b --hardware A100-80 H100 --exit 4 --acceptance 0.8
     python -m experiments.simulate "$(layerskip reference)" --hardware this-machine --plan plan.json
     python -m experiments.simulate "$(layerskip reference)" --check       # against passes timed here; minutes
+    python -m experiments.simulate "$(layerskip reference)" --check --check-lines by-batch      # or in a sweep
 
 From a model's config and a few numbers of the hardware (FLOP/s, bytes/s, seconds a kernel; `roofline.py`) follow the
 time of a plain step, what verifying K drafts costs, v(K), and what drafting one does, c, both in plain steps; from
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import layerskip
 from experiments.conditions import conditions, program_conditions
@@ -33,15 +34,27 @@ from experiments.program import exit_code
 from experiments.report import append
 from experiments.roofline import ACCELERATORS, Hardware, read_hardware
 from experiments.roofline_draft import MOST_ROWS, Draft, paying_batches, simulate
-from experiments.roofline_fit import BATCHES, CONTEXTS, FITTED_BATCHES, WIDTHS, check_table, compare, fit, measure
+from experiments.roofline_fit import (
+    BATCHES,
+    CONTEXTS,
+    FITTED_BATCHES,
+    WIDTHS,
+    Cell,
+    check_table,
+    compare,
+    fit,
+    measure,
+    swept_passes,
+)
 from experiments.roofline_pictures import draw_check, draw_simulation
+from experiments.run_lines import read_lines
 from experiments.subjects import Subject
 from layerskip.cli.parser import Parser, layer_numbers, positive
-from layerskip.errors import SettingError
+from layerskip.errors import InputError, SettingError
 from layerskip.models.adapter_file import count_parameters
 from layerskip.models.inspection import Inspection, inspect_checkpoint, inspect_model
 from layerskip.models.loading import parse_dtype, quiet
-from layerskip.models.synthetic import GEOMETRIES
+from layerskip.models.synthetic import GEOMETRIES, geometry_config
 
 __all__ = ["main"]
 
@@ -83,7 +96,7 @@ def describe(name: str, dtype: str) -> Inspection:
     if name not in GEOMETRIES:
         return inspect_checkpoint(name, dtype=dtype)
     with quiet(), torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**GEOMETRIES[name]), dtype=parse_dtype(dtype))
+        model: Any = AutoModelForCausalLM.from_config(geometry_config(name), dtype=parse_dtype(dtype))
     return inspect_model(model)
 
 
@@ -169,7 +182,9 @@ def _simulate(options: Namespace) -> None:
 
 def _check(options: Namespace) -> None:
     """Fit to some batches, predict the others."""
-    batches = options.batches or BATCHES
+    shape = describe(options.model, options.dtype)
+    swept, made_under = _swept(options) if options.check_lines is not None else ({}, {})
+    batches = options.batches or sorted({batch for batch, _, _ in swept}) or BATCHES
     fitted = [batch for batch in batches if batch in options.fitted_batches]
     held_out = [batch for batch in batches if batch not in fitted]
     if not fitted or not held_out:
@@ -177,11 +192,12 @@ def _check(options: Namespace) -> None:
             f"got the batches {_listed(batches)}, of which {_listed(fitted)} are to be fitted; expected some among "
             "--fitted-batches, and some not."
         )
-    shape = describe(options.model, options.dtype)
-    contexts = _contexts(shape, options.contexts, CONTEXTS, max(WIDTHS))
-    model = _subject(options.model, options).load()
-    _say(f"timing {len(batches) * len(contexts) * len(WIDTHS)} passes, {options.repeats} times each, in turn")
-    pass_s = measure(model, batches, WIDTHS, contexts, options.repeats)
+    pass_s = {cell: each for cell, each in swept.items() if cell[0] in batches}
+    if not swept:
+        contexts = _contexts(shape, options.contexts, CONTEXTS, max(WIDTHS))
+        model = _subject(options.model, options).load()
+        _say(f"timing {len(batches) * len(contexts) * len(WIDTHS)} passes, {options.repeats} times each, in turn")
+        pass_s, made_under = measure(model, batches, WIDTHS, contexts, options.repeats), conditions(model, [])
     hardware = fit(shape, {cell: each for cell, each in pass_s.items() if cell[0] in fitted})
     _, _, predicted = compare(shape, hardware, pass_s)
     print(f"\n{check_table(pass_s, predicted, fitted)}\n\n{hardware}\n")
@@ -201,13 +217,30 @@ def _check(options: Namespace) -> None:
     document = {
         "experiment": "simulate --check",
         "model": Path(options.model).name,
-        "conditions": conditions(model, []),
+        "conditions": made_under,
         "fitted_batches": fitted,
         "hardware": asdict(hardware),
         "errors": errors,
         "cells": [{"batch": b, "width": w, "context": c, "pass_s": each} for (b, w, c), each in pass_s.items()],
     }
     append(options.results, document)
+
+
+def _swept(options: Namespace) -> tuple[dict[Cell, float], dict[str, Any]]:
+    """The passes that a sweep of batches timed, and its conditions.
+
+    Raises:
+        InputError: the lines cannot be read, are of another model or dtype, or hold no passes.
+    """
+    lines = read_lines(options.check_lines)
+    pass_s, name = swept_passes(lines), Path(options.model).name
+    begun = (lines[0]["options"]["model"], lines[0]["conditions"]["dtype"]) if lines else (None, None)
+    if not pass_s or begun != (name, options.dtype):
+        raise InputError(
+            f"got --check-lines {options.check_lines}, which holds {len(pass_s)} timed passes of {begun[0]} in "
+            f"{begun[1]}; expected those of {name} in {options.dtype}, by `python -m experiments.sweep batch`."
+        )
+    return pass_s, lines[0]["conditions"]
 
 
 def _hardware(name: str, options: Namespace) -> Hardware:
@@ -304,6 +337,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     add("--dtype", default="bfloat16")
     add("--picture", type=Path, metavar="FILE", help="where curves are drawn")
     add("--check", action="store_true", help="time passes of the model here, fit to some, and predict the others")
+    add("--check-lines", type=Path, metavar="DIR", help="of --check: take the passes that a sweep of batches timed")
     add("--fitted-batches", type=positive, nargs="+", default=list(FITTED_BATCHES), help="of --check")
     add("--hardware-out", type=Path, metavar="FILE", help="of --check: where the fitted numbers go, for --hardware")
     add("--calibrate", default="smollm2-135m", metavar="MODEL", help=f"whose passes are timed for {THIS_MACHINE}")
@@ -311,7 +345,10 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     add("--device", default="cpu", help="where passes are timed (%(default)s)")
     add("--threads", type=positive, default=2)
     add("--results", type=Path, default=Path("experiments/results/simulate.jsonl"))
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.check_lines is not None and not options.check:
+        parser.error("got --check-lines without --check; expected both.")
+    return options
 
 
 if __name__ == "__main__":

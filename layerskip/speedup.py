@@ -10,7 +10,7 @@ longer than a pass over one; in a batch it grows with the drafts (`batch_verify_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -24,6 +24,7 @@ __all__ = [
     "overlap",
     "overlap_of_logits",
     "speedup",
+    "speedup_of_rounds",
     "tokens_per_round",
 ]
 
@@ -89,8 +90,23 @@ def speedup(acceptance: Acceptance, drafts: int, draft_cost: float, verify_cost:
     That of Leviathan et al. 2023, thm. 3.8, has a `verify_cost` of 1; with one that depends on batch and context it is
     that of MagicDec (Chen et al. 2024).
     """
-    verify = verify_cost(drafts) if callable(verify_cost) else verify_cost
-    return tokens_per_round(acceptance, drafts) / (drafts * draft_cost + verify)
+    return speedup_of_rounds(acceptance, {drafts: 1}, draft_cost, verify_cost)
+
+
+def speedup_of_rounds(
+    acceptance: Acceptance, rounds: Mapping[int, float], draft_cost: float, verify_cost: VerifyCost = 1.0
+) -> float:
+    """`speedup` of a call whose rounds were of several lengths, as a governor makes them.
+
+    Args:
+        rounds: how many by their number of drafts; those of 0 are plain steps.
+    """
+    tokens = sum(count * tokens_per_round(acceptance, drafts) for drafts, count in rounds.items())
+    cost = 0.0
+    for drafts, count in rounds.items():
+        verify = verify_cost(drafts) if callable(verify_cost) else verify_cost
+        cost += count * (drafts * draft_cost + verify)
+    return tokens / cost
 
 
 def best_draft_length(

@@ -7,16 +7,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from layerskip import DraftPlan, wrap
 from layerskip.errors import SettingError
 from layerskip.models.inspection import inspect_model
-from layerskip.models.synthetic import GEOMETRIES, synthetic_model
+from layerskip.models.synthetic import GEOMETRIES, geometry_config, synthetic_model
 from tests.tiny_models import transformers_greedy
 
 PARAMETERS = {"smollm2-135m": 134_515_008, "llama-1b": 1_235_814_400, "llama-8b": 8_030_261_248}
+MOE_PARAMETERS = (944_161_792, 217_498_624)  # of moe-1b, and those that a step reads
 PROMPT = torch.arange(3, 20).unsqueeze(0)
 
 
 def accepted(agreement: float | None, **options) -> float:
-    model = synthetic_model("tiny", torch.float64, agreement=agreement, **options)
     plan = DraftPlan.exit(options.get("from_block", 2))
+    model = synthetic_model(options.pop("name", "tiny"), torch.float64, agreement=agreement, **options)
     stats = wrap(model).generate(PROMPT, plan=plan, governor="off", max_new_tokens=60).stats
     assert stats.new_tokens == 60
     return stats.acceptance_rate
@@ -61,6 +62,19 @@ def test_acceptance_rises_with_the_planted_agreement():
     assert accepted(None) == accepted(0) < accepted(0.8) <= accepted(1) == 1.0
 
 
+def test_experts_are_planted_too():
+    assert accepted(None, name="tiny-moe") < accepted(1, name="tiny-moe") == 1.0
+    model = synthetic_model("tiny-moe", torch.bfloat16)
+    assert wrap(model).generate(PROMPT, max_new_tokens=4).stats.new_tokens == 4
+
+
+def test_a_step_reads_few_of_the_experts():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(geometry_config("moe-1b"), dtype=torch.bfloat16)
+    shape = inspect_model(model)
+    assert (shape.parameters, shape.step_parameters) == MOE_PARAMETERS
+
+
 def test_agreement_is_planted_where_it_is_asked_for():
     assert accepted(1, from_block=1) == 1.0
 
@@ -68,7 +82,10 @@ def test_agreement_is_planted_where_it_is_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "llama-1"}, "expected one of tiny, tiny-deep, smollm2-135m, llama-1b, llama-8b. Did you mean"),
+        (
+            {"name": "llama-1"},
+            "expected one of tiny, tiny-deep, tiny-moe, smollm2-135m, llama-1b, llama-8b, moe-1b. Did you mean",
+        ),
         ({"agreement": 1.5}, "got agreement=1.5; expected a number from 0"),
         ({"agreement": float("nan")}, "got agreement=nan"),
         ({"agreement": "high"}, "got agreement='high'"),
