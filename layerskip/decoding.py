@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.engine import Commit, Engine
+from layerskip.chosen import Commit
+from layerskip.engine import Engine
 from layerskip.errors import InputError
 from layerskip.request import Request
 from layerskip.result import GenerationResult

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerskip.chosen import Chosen, Commit, chosen_rows
 from layerskip.draft import Draft, empty_draft, merged
 from layerskip.drafters.base import DraftContext, Drafter, Learner, Recordable
 from layerskip.errors import DecodingError
@@ -34,54 +35,10 @@ from layerskip.scores import Said
 from layerskip.state import DecodeState, remaining_rows
 from layerskip.static_rounds import StaticRounds
 from layerskip.stats import DecodeStats
-from layerskip.stopping import FinishReason, RowStopping
+from layerskip.stopping import RowStopping
 from layerskip.timing import Stopwatch
 
-__all__ = ["Commit", "Engine"]
-
-
-class Commit(NamedTuple):
-    """One token that has become part of a row's output.
-
-    Attributes:
-        drafted: it was an accepted draft (False: the target's own choice after the drafts).
-        finish_reason: why the row ends with this token; None: it goes on.
-        said: what the target said at its position, as far as the caller asked for it.
-    """
-
-    row: int
-    token_id: int
-    drafted: bool
-    finish_reason: FinishReason | None
-    said: Said = Said()
-
-
-class Chosen(NamedTuple):
-    """What a row's verification decided.
-
-    Attributes:
-        tokens: the accepted drafts and the token after them.
-        accepted: number of those drafts.
-        num_valid: how many of these positions have a distribution at all; what is chosen from there on is void.
-        places: where in the pass each of the tokens was said: behind the newest token (0), behind draft `i` (i + 1).
-        choices: of a tree, what was said in each of these places.
-    """
-
-    tokens: list[int]
-    accepted: int
-    num_valid: int
-    places: Sequence[int]
-    choices: Sequence[int] = ()
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether the accepted drafts are the draft's first ones."""
-        return self.places[self.accepted] == self.accepted
-
-    def stood(self, length: int) -> int:
-        """How many of the draft's first `length` tokens, a chain, were accepted."""
-        accepted = self.places[1 : min(length, self.accepted) + 1]
-        return sum(place == index for index, place in enumerate(accepted, 1))
+__all__ = ["Engine"]
 
 
 @dataclass
@@ -167,7 +124,7 @@ class Engine:
         """Commit each row's first token."""
         state = self.state
         decided, said = self._accept(empty_draft(state), logits)
-        first = self._chosen(empty_draft(state), decided)
+        first = chosen_rows(empty_draft(state), decided)
         commits = [commit for row in range(state.batch) for commit in self._commit_row(row, first[row], said)]
         self.stats.new_tokens += len(commits)
         self._end_round()
@@ -195,7 +152,7 @@ class Engine:
             logits, width = self._verify(draft), draft.tokens.shape[1] + 1
             watch.mark()
             decided, said = self._accept(draft, logits)
-        chosen = self._chosen(draft, decided)
+        chosen = chosen_rows(draft, decided)
         self._straighten(chosen)
         was_active = list(state.active)
         commits = [
@@ -342,17 +299,6 @@ class Engine:
         said = Said(logits if self.output_logits else None, scores if self.output_scores else None)
         in_tree = [each for each in acceptance[3:] if each is not None]
         return torch.cat((torch.stack(acceptance[:3], dim=1), *in_tree), dim=1), said
-
-    def _chosen(self, draft: Draft, decided: Tensor) -> list[Chosen]:
-        """Each row's accepted drafts and the token behind them: the round's one look at the device."""
-        chosen, drafts = [], draft.tokens.shape[1]
-        for accepted, next_token, num_valid, *rest in torch.cat((decided, draft.tokens), dim=1).tolist():
-            places = range(drafts + 1) if draft.tree is None else rest[: drafts + 1]
-            tokens = rest[len(rest) - drafts :]
-            stand = [tokens[place - 1] for place in places[1 : accepted + 1]]
-            choices = () if draft.tree is None else rest[drafts + 1 : 2 * drafts + 2]
-            chosen.append(Chosen([*stand, next_token], accepted, num_valid, places, choices))
-        return chosen
 
     def _straighten(self, chosen: Sequence[Chosen]) -> None:
         """Bring accepted drafts that stand among others to where a chain's would, in the text and in the cache."""

@@ -154,11 +154,11 @@ class DraftPlan:
             if getattr(self, name) < least:
                 expected = f"an integer from {least} for lookahead, or none of the lookahead_… fields"
                 raise _refused(name, getattr(self, name), expected)
-        alone = {"num_draft_tokens": 0}
+        alone: dict[str, Any] = {"num_draft_tokens": 0}
         for name, each in self.__dataclass_fields__.items():
             is_own = name.startswith("lookahead") or name in ("target", "provenance")
-            if not is_own and getattr(self, name) != (expected := alone.get(name, each.default)):
-                raise _refused(name, getattr(self, name), f"{expected!r} beside lookahead, which drafts alone. Make it "
+            if not is_own and getattr(self, name) != (wanted := alone.get(name, each.default)):
+                raise _refused(name, getattr(self, name), f"{wanted!r} beside lookahead, which drafts alone. Make it "
                                "with DraftPlan.lookahead, or leave the lookahead_… fields out")  # fmt: skip
 
     @classmethod

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from layerskip.chosen import Commit
 from layerskip.decoding import check_stream, check_streamer, decode, make_result
-from layerskip.engine import Commit, Engine
+from layerskip.engine import Engine
 from layerskip.errors import DecodingError, InputError, LayerSkipError, SettingError
 from layerskip.memory import Memory
 from layerskip.reading import common_length

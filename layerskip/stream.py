@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.engine import Commit
+from layerskip.chosen import Commit
 from layerskip.result import GenerationResult
 from layerskip.text import Detokenizer
 

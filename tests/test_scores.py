@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 import layerskip
 from layerskip import DraftPlan
-from layerskip.engine import Commit
+from layerskip.chosen import Commit
 from tests.drafting import always
 from tests.special_models import agreeing_model
 from tests.test_batch import PROMPTS, own_token, padded

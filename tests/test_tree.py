@@ -9,9 +9,9 @@ import torch
 
 import layerskip
 from layerskip import CostRatios, DraftPlan, PlanError
+from layerskip.chosen import Chosen
 from layerskip.draft import Draft, Node, merged, tree_draft
 from layerskip.drafters import ModelDrafter, SelfDrafter
-from layerskip.engine import Chosen
 from layerskip.governor import FixedCosts, Source, WorthIt
 from layerskip.governor.governor import Decision
 from layerskip.models.adapter import AdapterSpec
