@@ -19,6 +19,7 @@ from layerskip.api import Model
 from layerskip.errors import SettingError
 from layerskip.models.families import family_of
 from layerskip.models.inspection import inspect_model
+from layerskip.models.loading import quiet
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
 from layerskip.training.beginning import PLAN, RESULTS, check_draft_model, check_types
@@ -95,7 +96,7 @@ def train_draft_model(
         found = run.train(resume, progress)
         for weight in small.parameters():
             weight.data = weight.data.to(torch.bfloat16)
-        with writing(folder / "model.safetensors"):
+        with writing(folder / "model.safetensors"), quiet():
             small.save_pretrained(folder)
         cost = inspect_model(small).step_parameters / model.inspection.step_parameters
         length, predicted = best_draft_length(found["acceptance_by_offset"], cost)

@@ -25,6 +25,7 @@ from layerskip.errors import InputError, SettingError
 from layerskip.identity import identify
 from layerskip.models.families import family_of, geometry_of
 from layerskip.models.inspection import inspect_model
+from layerskip.models.loading import quiet
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
 from layerskip.training.beginning import RESULTS, check_layerskip, check_types
@@ -204,7 +205,7 @@ def _train(
     merge()
     for weight, given in zip(run.model.parameters(), model.parameters(), strict=True):
         weight.data = weight.data.to(given.dtype)
-    with writing(folder / "model.safetensors"):
+    with writing(folder / "model.safetensors"), quiet():
         run.model.save_pretrained(folder)
     made = {
         "made_by": "layerskip.training.recipe", "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
