@@ -29,7 +29,7 @@ from rich.console import Console
 
 import layerskip
 from experiments.arm_rows import ArmRow, Workshop, name_of
-from experiments.compare_arms import ARMS, COMBINED_OF, PLAIN
+from experiments.compare_arms import ARMS, PLAIN, PLAN_FILES
 from experiments.compare_report import MARKDOWN, PAGE, compare_answers, write_report
 from experiments.comparing import Comparison
 from experiments.conditions import conditions
@@ -132,7 +132,8 @@ def plan_digest(plan: layerskip.DraftPlan) -> str:
 
 def _rows(options: Namespace) -> dict[str, ArmRow]:
     """The arms that are asked for, plain first; without --arms all of ours and transformers' that the options allow."""
-    given = {name for name in (*COMBINED_OF, "draft-model") if getattr(options, name.replace("-", "_")) is not None}
+    options_of_arms = (*PLAN_FILES, "exit", "draft-model")
+    given = {name for name in options_of_arms if getattr(options, name.replace("-", "_")) is not None}
     names = options.arms
     if names is None:
         names = [
@@ -147,14 +148,15 @@ def plans_of(options: Namespace) -> dict[str, layerskip.DraftPlan]:
 
     Raises:
         PlanError: a file is no plan.
-        SettingError: one of --trained has no trained blocks.
+        SettingError: one that is to have trained parts has none.
     """
-    files = {"plan": options.plan, "trained": options.trained}
+    files = {name: getattr(options, name) for name in PLAN_FILES}
     plans = {name: layerskip.DraftPlan.load(file) for name, file in files.items() if file is not None}
-    if "trained" in plans and plans["trained"].adapter is None:
-        raise SettingError(
-            "got --trained with a plan without trained blocks; expected one that `layerskip train` wrote."
-        )
+    for name in sorted(plans.keys() - {"plan"}):
+        if plans[name].adapter is None:
+            raise SettingError(
+                f"got --{name} with a plan without trained blocks; expected one that `layerskip train` wrote."
+            )
     return plans | ({} if options.exit is None else {"exit": layerskip.DraftPlan.exit(options.exit)})
 
 
@@ -199,8 +201,8 @@ def _count(text: str) -> int:
 def add_arm_options(parser: Parser) -> None:
     """Which arms, and what they need: the options that `plans_of` and the rows of `ARMS` read."""
     parser.add_argument("--arms", type=arm_names, metavar="NAME,NAME", help=f"some of {', '.join(ARMS)}")
-    parser.add_argument("--plan", help="a plan file, as a search writes it")
-    parser.add_argument("--trained", help="a plan file of trained blocks, as a training writes it")
+    for name, what in PLAN_FILES.items():
+        parser.add_argument(f"--{name}", metavar="PLAN", help=what)
     parser.add_argument("--exit", type=positive, help="blocks that the draft of the exit arms runs")
     parser.add_argument("--draft-model", help="a checkpoint of the same vocabulary, for the arms that draft with one")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import layerskip
@@ -12,10 +13,15 @@ from experiments.arms import Arm, our_arm
 from experiments.outside_arms import OUTSIDE
 from layerskip.plan import DEFAULT_LOOKUP_TOKENS
 
-__all__ = ["ARMS", "PLAIN", "plan_preparation"]
+__all__ = ["ARMS", "PLAIN", "PLAN_FILES", "plan_preparation"]
 
 PLAIN = "plain"
-COMBINED_OF = ("trained", "plan", "exit")  # what lookup is combined with: the first of these that is given
+PLAN_FILES = {
+    "plan": "a plan file, as a search or a training writes it",
+    "trained": "a plan file of trained blocks, as a training writes it",
+    "eagle": "such a file of blocks trained by EAGLE's recipe",
+}
+COMBINED_OF = ("plan", "trained", "exit")  # what lookup is combined with: the first of these that is given
 
 Planner = Callable[[Workshop], layerskip.DraftPlan | None]
 
@@ -63,6 +69,17 @@ def plan_preparation(model: layerskip.Model, plan: layerskip.DraftPlan) -> Prepa
     )
 
 
+def _two_model(shop: Workshop) -> layerskip.DraftPlan:
+    """The plan that a training wrote into the draft model's folder, if it is of this target; else any draft model's."""
+    plain = layerskip.DraftPlan.model(shop.draft_model)
+    file = Path(str(shop.draft_model)) / "plan.json"
+    if not file.is_file():
+        return plain
+    plan = layerskip.DraftPlan.load(file)
+    is_its_own = plan.draft_model is not None and Path(plan.draft_model).resolve() == file.parent.resolve()
+    return plan if is_its_own and plan.target == shop.model.identity else plain
+
+
 def _combined(shop: Workshop) -> layerskip.DraftPlan:
     plan = next(shop.plans[name] for name in COMBINED_OF if name in shop.plans)
     return replace(plan, lookup_tokens=plan.lookup_tokens or DEFAULT_LOOKUP_TOKENS)
@@ -82,14 +99,15 @@ _LOOKUP_LENGTHS: tuple[dict[str, Any], ...] = tuple({"lookup_tokens": tokens} fo
 ARMS: Mapping[str, ArmRow] = {
     PLAIN: ArmRow("plain decoding by this engine", lambda shop, name, settings: our_arm(
         name, shop.model, None, decoding=shop.decoding)),
-    "self": _ours("the draft of --plan, as a search found it", lambda shop: shop.plans["plan"], _LENGTHS, ("plan",)),
+    "self": _ours("the draft of --plan", lambda shop: shop.plans["plan"], _LENGTHS, ("plan",)),
     "exit": _ours("the first --exit blocks, norm and head", lambda shop: shop.plans["exit"], _LENGTHS, ("exit",)),
     "trained": _ours("the trained draft of --trained", lambda shop: shop.plans["trained"], _LENGTHS, ("trained",)),
+    "eagle": _ours("the trained draft of --eagle, by EAGLE's recipe", lambda shop: shop.plans["eagle"], _LENGTHS,
+                   ("eagle",)),
     "lookup": _ours("prompt lookup", lambda shop: layerskip.DraftPlan.lookup(), _LOOKUP_LENGTHS),
     "lookahead": _ours("lookahead decoding", lambda shop: layerskip.DraftPlan.lookahead(), _LOOKAHEAD_SIZES),
-    "combined": _ours("lookup beside --trained, --plan or --exit, the first that is given", _combined,
+    "combined": _ours("lookup beside --plan, --trained or --exit, the first that is given", _combined,
                       (*_LOOKUP_LENGTHS, {"lookup_tokens": 10, "num_draft_tokens": 2}), COMBINED_OF),
-    "two-model": _ours("the checkpoint --draft-model drafts", lambda shop: layerskip.DraftPlan.model(shop.draft_model),
-                       _LENGTHS, ("draft-model",)),
+    "two-model": _ours("the checkpoint --draft-model drafts", _two_model, _LENGTHS, ("draft-model",)),
     **OUTSIDE,
 }  # fmt: skip

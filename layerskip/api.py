@@ -299,7 +299,9 @@ class Model:
             return self._draft_models[source]
 
     def draft_cost(self, plan: DraftPlan) -> float:
-        """Cost of a self-draft's step in plain steps, by the parameters that each reads (`Inspection.draft_cost`)."""
+        """Cost of a draft step in plain steps, by the parameters that each reads (`Inspection.draft_cost`)."""
+        if plan.draft_model is not None:
+            return self.draft_model(plan).inspection.step_parameters / self.inspection.step_parameters
         ids = None if plan.draft_vocabulary is None else len(plan.draft_vocabulary)
         trained = 0 if plan.adapter is None else self.adapter(plan).num_parameters / self.inspection.step_parameters
         return self.inspection.draft_cost(plan.path(self.decoder.num_blocks), ids) + trained
@@ -331,21 +333,20 @@ class Model:
     def _planned(self, plan: DraftPlan) -> dict[str, PlannedDrafter]:
         """The drafters of `plan`; a draft model is loaded now, before any time is counted."""
         planned = {}
+        # What was measured is no hope but knowledge, until the text at hand says otherwise.
+        measured = plan.acceptance_by_offset
+        prior = (measured, MEASURED_WEIGHT) if measured else (Source.priors, Source.prior_weight)
         if plan.is_self_draft:
             path = plan.path(self.decoder.num_blocks)
             adapter = None if plan.adapter is None else self.adapter(plan)
             make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary, adapter=adapter)
             ratio = plan.draft_ratio or self.draft_cost(plan)
-            # What was measured is no hope but knowledge, until the text at hand says otherwise.
-            measured = plan.acceptance_by_offset
-            prior = (measured, MEASURED_WEIGHT) if measured else (Source.priors, Source.prior_weight)
             planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, *prior, adapter, plan.num_siblings)
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()
-            ratio = draft.inspection.step_parameters / self.inspection.step_parameters
-            drafter = partial(ModelDrafter, draft.decoder)
-            planned["model"] = PlannedDrafter(drafter, ratio, plan.num_draft_tokens, num_siblings=plan.num_siblings)
+            drafter, ratio = partial(ModelDrafter, draft.decoder), self.draft_cost(plan)
+            planned["model"] = PlannedDrafter(drafter, ratio, plan.num_draft_tokens, *prior, None, plan.num_siblings)
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
             planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
         if plan.lookahead_window:

@@ -6,13 +6,21 @@ import numpy as np
 import torch
 
 import layerskip
-from layerskip.training import ExitSettings, RecipeSettings, TrainingTexts, WritingSettings, train_exit
+from layerskip.training import (
+    DraftModelSettings,
+    ExitSettings,
+    RecipeSettings,
+    TrainingTexts,
+    WritingSettings,
+    train_exit,
+)
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.toy_tokenizer import character_tokenizer
 
 SMALL = ExitSettings(
     vocabulary_size=40, tokens=16 * 4 * 2, batch_tokens=64, held_out_rows=2, evaluate_every=2, precision="float32"
 )
+DRAFT = DraftModelSettings(tokens=128, batch_tokens=64, held_out_rows=2, precision="float32")
 RECIPE = RecipeSettings(tokens=128, batch_tokens=64, held_out_rows=2, precision="float32")
 WRITING = WritingSettings(tokens=100, row_tokens=48, batch_rows=2)
 

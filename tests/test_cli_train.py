@@ -16,7 +16,8 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.toy_tokenizer import character_tokenizer
 
 SMALL = ["--tokens", "2560", "--batch-tokens", "320", "--evaluate-every", "4", "--precision", "float32"]
-SMALL += ["--vocabulary-size", "40", "--dtype", "float32"]
+WHOLE = [*SMALL, "--dtype", "float32"]  # of recipes without a draft vocabulary
+SMALL = [*WHOLE, "--vocabulary-size", "40"]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,8 @@ def run(capsys, monkeypatch, tmp_path):
     [
         ("jump", 0, []),
         ("jump", 0, ["--further-states", "1,3"]),
+        ("jump", 0, ["--state-weight", "1"]),
+        ("eagle", 0, []),
         ("adapter", 1, []),
         ("adapter", 2, ["--exit-layer", "2", "--no-state"]),
     ],
@@ -113,6 +116,12 @@ def test_an_interrupt_and_resume(run, checkpoint, texts, monkeypatch):
         (["--offsets", "0"], "--offsets"),
         (["--recipe", "medusa"], "medusa"),
         (["--lora-rank", "2"], "--recipe layerskip"),
+        (["--layers", "2"], "--recipe draft-model"),
+        (["--recipe", "draft-model"], "--vocabulary-size for the recipe draft-model"),
+        (["--recipe", "eagle", "--offsets", "2"], "--offsets for the recipe eagle"),
+        (["--recipe", "eagle", "--further-states", "2"], "--further-states for the recipe eagle"),
+        (["--state-weight", "-1"], "state_weight"),
+        (["--begin-with", "none.json", "--recipe", "draft-model"], "beside --recipe draft-model"),
         (["--recipe", "layerskip", "--num-blocks", "2"], "--recipe jump"),
         (["--begin-with", "none.json", "--recipe", "layerskip"], "--begin-with"),
         (["--begin-with", "none.json", "--num-blocks", "2"], "--begin-with"),
@@ -148,12 +157,30 @@ def test_prompts_of_ones_own(run, checkpoint, tmp_path):
 @pytest.mark.parametrize("words", [[], ["--lora-rank", "2", "--curriculum", "gradual"]], ids=["full", "lora"])
 def test_a_checkpoint_that_was_changed(run, checkpoint, texts, words):
     """The recipe that trains the model itself writes one that the other commands read."""
-    small = [each for each in SMALL if each not in ("--vocabulary-size", "40")]
-    code, out, err = run("train", checkpoint, "--recipe", "layerskip", "--texts", texts, "--out", "new", *small, *words)
+    code, out, err = run("train", checkpoint, "--recipe", "layerskip", "--texts", texts, "--out", "new", *WHOLE, *words)
     assert (code, err) == (0, "") and "new/README.md" in out
     code, out, _ = run("generate", "--model", "new", "--plan", "new/plan.json", "--max-new-tokens", 5, "the sky")
     assert code == 0 and out
     assert run("plan", "check", "new/plan.json", checkpoint)[0] == 2  # it is another model's now
+
+
+def test_a_second_model(run, checkpoint, texts):
+    """A checkpoint of its own, whose plan drafts for the other, here and in transformers' words; and it resumes."""
+    words = ["train", checkpoint, "--recipe", "draft-model", "--texts", texts, "--out", "small", *WHOLE]
+    code, out, err = run(*words, "--layers", "1")
+    assert (code, err) == (0, "")
+    assert "the draft model says what the model says: " in out and out.endswith("plan: small/plan.json\n")
+    call = ["generate", "--model", checkpoint, "--max-new-tokens", 20, "--dtype", "float32", "the sky"]
+    own = run(*call)
+    for drafting in (["--plan", "small/plan.json"], ["--assistant-model", "small"]):
+        assert run(*call, *drafting, "--governor", "off")[:2] == own[:2]
+    assert run("inspect", "small")[0] == 0
+    assert run("plan", "check", "small/plan.json", checkpoint, "--dtype", "float32")[0] == 0
+    code, _, err = run(*words, "--layers", "1")
+    assert code == 2 and "--resume" in err
+    code, _, err = run(*words, "--layers", "2", "--resume")
+    assert code == 2 and "got layers=[0, 3] for a run that was begun with [3]" in err
+    assert run(*words, "--layers", "1", "--resume")[0] == 0
 
 
 def test_python(texts, tmp_path):

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from layerskip import DraftPlan
 from layerskip.errors import InputError
 from tests.checkpoints import save_tiny
+from tests.small_training import SMALL, some_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = [
@@ -473,6 +475,52 @@ class TestRows:
         found = module_of("compare_arms").plan_preparation(model, trained)
         assert found.cost == {"made_by": "layerskip train", "seconds": 12.5, "trained_tokens": 1000}
         assert found.predicted_speedup == 1.1
+
+    def test_a_draft_model_that_was_trained_for_this_one_says_what_it_cost(self, module_of, place, tmp_path):
+        """By the plan in its folder; not by one of another target, nor by one that is no draft model's."""
+        import layerskip
+
+        model, folder = layerskip.load(str(place / "tiny"), dtype="float64"), save_tiny(tmp_path / "small")
+        shop = module_of("arm_rows").Workshop(None, model=model, draft_model=str(folder))
+        row = module_of("compare_arms").ARMS["two-model"]
+        cost = {"made_by": "layerskip train", "seconds": 12.5, "trained_tokens": 1000}
+        made = DraftPlan.model(str(folder), num_draft_tokens=2, target=model.identity, provenance={
+            "made_by": "layerskip train", "seconds": 12.5, "settings": {"tokens": 1000},
+        })  # fmt: skip
+        assert row.preparation(shop).cost == {}
+        for plan, found, drafts in (
+            (made, cost, 2),
+            (replace(made, target=replace(model.identity, weights="0" * 32)), {}, 4),
+            (replace(made, draft_model=None, exit_layer=2), {}, 4),
+        ):
+            plan.save(folder / "plan.json")
+            preparation = row.preparation(shop)
+            assert preparation.cost == found and preparation.weights_bytes > 0
+            assert row.make(shop, "two-model", {}).settings["plan"]["num_draft_tokens"] == drafts
+
+    @pytest.mark.parametrize("name", ["trained", "eagle"])
+    def test_a_plan_without_trained_blocks_is_none_of_a_training(self, compare, place, capsys, name):
+        code, _ = compare("--arms", name, f"--{name}", str(place / "plan.json"))
+        assert code == 2 and f"got --{name} with a plan without trained blocks" in capsys.readouterr().err
+        assert compare("--arms", name)[0] == 2 and f"without --{name}" in capsys.readouterr().err
+
+    def test_the_eagle_arm(self, compare, place, tmp_path):
+        """Beside the other trained one; both say what plain decoding says, and what they cost."""
+        import layerskip
+        from layerskip.training import EAGLE, train_exit
+
+        model = layerskip.load(str(place / "tiny"), dtype="float64")
+        for name, changes in (("trained", {}), ("eagle", EAGLE)):
+            train_exit(model, some_texts(), tmp_path / name, replace(SMALL, **changes))
+        plans = [word for name in ("trained", "eagle") for word in (f"--{name}", str(tmp_path / name / "plan.json"))]
+        code, out = compare("--arms", "trained,eagle", "--tuning-per-category", "0", *plans)
+        assert code == 0
+        said = {line["arm"]: [] for line in lines_of(out) if line["kind"] == "arm"}
+        assert {*said} == {"plain", "trained", "eagle"}
+        for line in lines_of(out):
+            if line["kind"] == "run":
+                said[line["arm"]].append(line["text"])
+        assert said["plain"] and said["plain"] == said["trained"] == said["eagle"]
 
     def test_what_transformers_reads_of_the_draft_model_is_given_back(self, module_of, place):
         """The tuned arm fixes the number of drafts; the default one, on the same objects, goes on adapting its own."""

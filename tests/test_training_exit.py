@@ -15,8 +15,9 @@ from layerskip import DraftPlan
 from layerskip.errors import CheckpointError, LayerSkipError, SettingError, UnsupportedModelError
 from layerskip.models.adapter import Adapter, AdapterSpec
 from layerskip.models.adapter_file import load_adapter
-from layerskip.training import ExitSettings, TrainingTexts, train_exit
-from layerskip.training.exit import _Run
+from layerskip.training import EAGLE, ExitSettings, TrainingTexts, train_exit
+from layerskip.training.distilling import _state_loss
+from layerskip.training.exit import _run
 from layerskip.training.folder import CHECKPOINT
 from layerskip.training.loop import Schedule
 from layerskip.training.teacher import Teacher
@@ -47,6 +48,10 @@ def texts(model):
     own = np.ones_like(tokens, dtype=bool)
     own[:, :5] = False
     return TrainingTexts(tokens, own)
+
+
+def make_run(*arguments):
+    return _run(*arguments)[0]
 
 
 def weights_of(folder, model):
@@ -129,10 +134,10 @@ def test_other_families_learn_too(texts, tmp_path, family):
 def test_labels_are_what_the_model_says(texts, tmp_path):
     """Granite divides its logits; without that the labels would be far too sharp."""
     model = layerskip.wrap(tiny_model("granite", dtype=torch.float32))
-    run = _Run(model, texts, dataclasses.replace(SMALL, vocabulary_size=None), tmp_path)
+    run = make_run(model, texts, dataclasses.replace(SMALL, vocabulary_size=None), tmp_path)
     tokens = torch.from_numpy(texts.tokens[:1].astype(np.int64))
     states = model.hf_model(tokens, output_hidden_states=True)
-    behind = run.teacher._decoder.new_cache(1, tokens.shape[1], kept_states=[4])
+    behind = run.decoder.new_cache(1, tokens.shape[1], kept_states=[4])
     span = run.decoder.span([0], tokens.shape[1])
     hidden = run.decoder.run(run.decoder.embed(tokens, span), run.decoder.full_path, behind, span)
     torch.testing.assert_close(run._labels(hidden[0]), states.logits[0].softmax(-1), rtol=1e-3, atol=1e-5)
@@ -144,10 +149,58 @@ def test_layers_without_plain_linears_are_refused(texts, tmp_path):
         train_exit(layerskip.wrap(tiny_model("gpt2", dtype=torch.float32)), texts, tmp_path, SMALL)
 
 
+EAGLE_RUN = dataclasses.replace(SMALL, **EAGLE)
+
+
+def test_eagle_is_a_jump_of_other_settings(model, texts, tmp_path):
+    """One block, one state, one offset; yet judged further out, where its acceptance falls."""
+    plan = train_exit(model, texts, tmp_path, EAGLE_RUN)
+    first, last = plan.provenance["curve"]
+    assert last["loss"] < first["loss"]
+    assert (plan.exit_layer, plan.provenance["settings"]["state_weight"]) == (0, 10.0)
+    assert load_adapter(tmp_path / "adapter.safetensors", model.hf_model, torch.float32).spec == AdapterSpec(0)
+    assert len(plan.acceptance_by_offset) > 1
+    own = model.generate([[7, 8, 9]], max_new_tokens=30).new_token_ids
+    assert model.generate([[7, 8, 9]], max_new_tokens=30, plan=plan, governor="off").new_token_ids == own
+
+
+def test_the_loss_on_states_is_added_by_its_weight(model, texts, tmp_path):
+    losses = {}
+    for weight in (0.0, 1.0, 3.0):
+        run = make_run(model, texts, dataclasses.replace(EAGLE_RUN, state_weight=weight), tmp_path)
+        losses[weight] = sum(float(each.detach()) for each in run.losses(0))
+    of_states = losses[1.0] - losses[0.0]
+    assert of_states > 0.01 and losses[3.0] == pytest.approx(losses[0.0] + 3 * of_states)
+
+
+def test_the_loss_on_states_by_hand():
+    """Whatever their size; smooth L1 is d² / 2 up to a distance of 1, then d - 1 / 2."""
+    state = torch.tensor([[3.0, -3.0], [0.5, 0.5]])
+    output = torch.tensor([[3.0, -1.5], [1.5, 0.5]])  # away by 0, 0.5 and by 2, 0, in units of 3 and of 0.5
+    for scale in (1.0, 1e4):
+        assert _state_loss(scale * state, scale * output).item() == pytest.approx((0.125 + 1.5) / 2)
+    assert _state_loss(state, state) == 0
+    assert _state_loss(torch.zeros(1, 2), torch.zeros(1, 2)) == 0
+
+
+def test_regression_brings_what_a_path_puts_out_closer_to_the_models_states(model, texts, tmp_path):
+    distances = []
+    for weight in (0.0, 10.0):
+        settings = dataclasses.replace(EAGLE_RUN, state_weight=weight)
+        run = make_run(model, texts, settings, tmp_path / str(weight))
+        (tmp_path / str(weight)).mkdir()
+        run.train(False, lambda step, steps, point: None)
+        with torch.no_grad():
+            states = run.teacher.states([0, 1])
+            (output,) = run._outputs(run._train[0][:2], states, 1)
+        distances.append(_state_loss(states[NUM_LAYERS].flatten(0, 1), output.flatten(0, 1)))
+    assert distances[1] < distances[0]
+
+
 @pytest.mark.parametrize("kept", [0, 10**9], ids=["states computed anew", "states kept"])
 @pytest.mark.parametrize("at", [1, 7, 13])
 def test_interrupted_and_resumed_equals_uninterrupted(model, texts, tmp_path, at, kept):
-    settings = dataclasses.replace(SMALL, kept_state_bytes=kept, exit_layer=1)
+    settings = dataclasses.replace(SMALL, kept_state_bytes=kept, exit_layer=1, state_weight=1.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(step, steps, point):
@@ -224,6 +277,11 @@ def test_folders_that_are_refused(model, texts, tmp_path):
         {"tokens": 0},
         {"offsets": 0},
         {"offset_decay": 1.5},
+        {"state_weight": -1.0},
+        {"state_weight": float("nan")},
+        {"state_weight": float("inf")},
+        {"state_weight": True},
+        {"state_weight": "1"},
         {"first_offset_share": -0.1},
         {"precision": "float16"},
         {"vocabulary_size": 0},
@@ -246,10 +304,12 @@ def test_settings_that_do_not_fit(model, texts, tmp_path, changes):
 
 def test_a_step_does_not_depend_on_how_many_rows_are_held_at_once(model, texts, tmp_path):
     def gradients(micro_rows):
-        run = _Run(model, texts, dataclasses.replace(SMALL, micro_rows=micro_rows, first_offset_share=0.0), tmp_path)
+        run = make_run(
+            model, texts, dataclasses.replace(SMALL, micro_rows=micro_rows, first_offset_share=0.0), tmp_path
+        )
         for loss in run.losses(0):
             loss.backward()
-        return [each.grad for each in run.adapter.modules.parameters()]
+        return [each.grad for each in run.student.modules.parameters()]
 
     for one, four in zip(gradients(1), gradients(4), strict=True):
         torch.testing.assert_close(one, four, rtol=1e-3, atol=1e-5)
@@ -297,7 +357,7 @@ def test_a_checkpoint_that_cannot_be_written(model, texts, tmp_path, monkeypatch
 
 def test_offsets_that_nothing_was_asked_of_have_no_rate(model, texts, tmp_path):
     """A rate of 0 would tell the governor never to draft so far."""
-    run = _Run(model, texts, SMALL, tmp_path)
+    run = make_run(model, texts, SMALL, tmp_path)
     run._held_out = (run._held_out[0], torch.zeros_like(run._held_out[1]))
     run._held_out[1][0, 9] = True
     assert len(run.evaluate()["agreement"]) == 1
@@ -307,15 +367,15 @@ def test_only_the_models_own_tokens_count(model, texts, tmp_path):
     """A token behind which the model's own do not follow has no part in the loss, only as context."""
     own = texts.is_own.copy()
     own[:, 20:] = False
-    run = _Run(model, dataclasses.replace(texts, is_own=own), SMALL, tmp_path)
+    run = make_run(model, dataclasses.replace(texts, is_own=own), SMALL, tmp_path)
     other = texts.tokens.copy()
     other[:, 20:] = 7
-    run_other = _Run(model, TrainingTexts(other, own), dataclasses.replace(SMALL), tmp_path)
+    run_other = make_run(model, TrainingTexts(other, own), dataclasses.replace(SMALL), tmp_path)
     run_other.vocabulary, run_other._head = run.vocabulary, run._head
     losses = [sum(float(loss.detach()) for loss in each.losses(0)) for each in (run, run_other)]
     assert losses[0] == pytest.approx(losses[1])
     with pytest.raises(SettingError, match="none of the model's own"):
-        _Run(model, dataclasses.replace(texts, is_own=np.zeros_like(own)), SMALL, tmp_path)
+        make_run(model, dataclasses.replace(texts, is_own=np.zeros_like(own)), SMALL, tmp_path)
 
 
 def test_kept_states_are_those_computed(model, texts, tmp_path):

@@ -14,6 +14,7 @@ from layerskip.errors import CheckpointError, InputError, LayerSkipError, Settin
 from layerskip.training import (
     ExitSettings,
     TrainingTexts,
+    train_draft_model,
     train_exit,
     train_layerskip,
     write_texts,
@@ -23,7 +24,7 @@ from layerskip.training.folder import held_folder
 from layerskip.training.loop import thinned
 from layerskip.training.writing import ends_of
 from tests.checkpoints import save_tiny
-from tests.small_training import RECIPE, SMALL, WRITING, WrappedLinear, some_texts, trained_once, wrapped
+from tests.small_training import DRAFT, RECIPE, SMALL, WRITING, WrappedLinear, some_texts, trained_once, wrapped
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 
@@ -72,6 +73,7 @@ class TestTwoAtOnce:
             for work in (
                 lambda: train_exit(model, some_texts(), tmp_path, SMALL),
                 lambda: train_layerskip(model.hf_model, None, some_texts(), tmp_path, RECIPE),
+                lambda: train_draft_model(model, some_texts(), tmp_path, DRAFT),
                 lambda: write_texts(model, WRITING, tmp_path),
             ):
                 try:
@@ -83,7 +85,7 @@ class TestTwoAtOnce:
             thread = threading.Thread(target=second)
             thread.start()
             thread.join()
-        assert len(refusals) == 3 and all("another process or thread is training" in each for each in refusals)
+        assert len(refusals) == 4 and all("another process or thread is training" in each for each in refusals)
         assert [each.name for each in tmp_path.iterdir()] == [".training.lock"]
         train_exit(model, some_texts(), tmp_path, SMALL)  # and now it may
 
@@ -115,6 +117,10 @@ class TestFolders:
                 train_layerskip(model.hf_model, None, some_texts(), tmp_path / "exit", RECIPE, resume=resume)
             with pytest.raises(SettingError, match="another recipe"):
                 train_exit(model, some_texts(), tmp_path / "recipe", SMALL, resume=resume)
+            with pytest.raises(SettingError, match="another recipe"):
+                train_draft_model(model, some_texts(), tmp_path / "exit", DRAFT, resume=resume)
+        with pytest.raises(SettingError, match="for a run that was begun with"):
+            train_draft_model(model, some_texts(), tmp_path / "recipe", DRAFT, resume=True)
 
     @pytest.mark.parametrize("name", ["plan.json", "adapter.safetensors"])
     @pytest.mark.parametrize("resume", [False, True])
@@ -135,6 +141,7 @@ class TestFolders:
             for work in (
                 lambda out: train_exit(model, some_texts(), out, SMALL),
                 lambda out: train_layerskip(model.hf_model, None, some_texts(), out, RECIPE),
+                lambda out: train_draft_model(model, some_texts(), out, DRAFT),
                 lambda out: write_texts(model, WRITING, out),
             ):
                 with pytest.raises(LayerSkipError, match="Check|expected a folder"):
@@ -159,6 +166,7 @@ class TestFolders:
         (["--learning-rate", "0"], "above 0"),
         (["--recipe", "layerskip", "--learning-rate", "0"], "above 0"),
         (["--recipe", "layerskip", "--lora-rank", "33"], "got lora_rank=33"),
+        (["--recipe", "draft-model", "--layers", "4"], "expected from 1 to 3"),
         (["--begin-with", "p.json", "--recipe", "adapter", "--no-state"], "beside --no-state"),
         (["--begin-with", "p.json", "--recipe", "layerskip"], "beside --recipe layerskip"),
     ],
@@ -230,6 +238,7 @@ def test_within_a_block_without_gradients(model, tmp_path, mode):
     with mode():
         plan = train_exit(model, some_texts(), tmp_path / "exit", SMALL)
         train_layerskip(model.hf_model, None, some_texts(), tmp_path / "recipe", RECIPE)
+        train_draft_model(model, some_texts(), tmp_path / "draft", DRAFT)
     assert plan.provenance["curve"]
 
 

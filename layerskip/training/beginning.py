@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,17 +18,32 @@ from layerskip.models.decoder import Decoder
 from layerskip.models.families import family_of, geometry_of
 from layerskip.models.linears import Linears
 from layerskip.plan import DraftPlan
+from layerskip.training.cutting import cut_config, spread_layers
 from layerskip.training.folder import STATE, refuse_folder
+from layerskip.training.texts import TrainingTexts
 from layerskip.training.writing import ends_of
 
 if TYPE_CHECKING:
+    from layerskip.training.draft_model import DraftModelSettings
     from layerskip.training.exit import ExitSettings
     from layerskip.training.recipe import RecipeSettings
 
-__all__ = ["ADAPTER", "PLAN", "RESULTS", "check_exit", "check_layerskip"]
+__all__ = ["ADAPTER", "PLAN", "RESULTS", "check_draft_model", "check_exit", "check_layerskip", "check_types"]
 
 ADAPTER, PLAN = "adapter.safetensors", "plan.json"
-RESULTS = ("config.json", "plan.json", "README.md")  # of a model that was trained itself
+RESULTS = ("config.json", "plan.json", "README.md")  # of a recipe that writes a checkpoint
+
+_Settings = TypeVar("_Settings")
+
+
+def check_types(texts: Any, settings: Any, kind: type[_Settings]) -> _Settings:
+    """Make sure that there are texts, and `settings` of this kind (InputError, SettingError); None: its defaults."""
+    if not isinstance(texts, TrainingTexts):
+        raise InputError(f"got texts of type {type(texts).__name__}; expected TrainingTexts.")
+    settings = kind() if settings is None else settings
+    if not isinstance(settings, kind):
+        raise SettingError(f"got settings of type {type(settings).__name__}; expected {kind.__name__}.")
+    return settings
 
 
 def check_exit(
@@ -44,8 +59,7 @@ def check_exit(
     Returns:
         The settings with what the blocks are that it begins with, and those of `begin_with`, if given.
     """
-    if not isinstance(model, Model):
-        raise InputError(f"got a model of type {type(model).__name__}; expected what layerskip.load or wrap returned.")
+    _refuse_other_than_model(model)
     refuse_folder(out, "", (PLAN, ADAPTER), resume)
     settings, beginning = _beginning(model, settings, begin_with)
     _refuse_model(model.decoder, settings)
@@ -65,6 +79,24 @@ def check_exit(
     return settings, beginning
 
 
+def check_draft_model(
+    model: Model, out: str | os.PathLike[str], settings: DraftModelSettings, resume: bool
+) -> DraftModelSettings:
+    """Make sure that `train_draft_model` can train; arguments and errors as there.
+
+    Returns:
+        The settings with the number of layers.
+    """
+    _refuse_other_than_model(model)
+    refuse_folder(out, STATE, RESULTS, resume)
+    _refuse_spread(model.decoder)
+    _refuse_unwritable(model.hf_model)
+    settings = settings.resolved(model.decoder.num_blocks)
+    assert settings.num_layers is not None
+    cut_config(model.hf_model, spread_layers(model.decoder.num_blocks, settings.num_layers))
+    return settings
+
+
 def check_layerskip(
     model: PreTrainedModel, out: str | os.PathLike[str], settings: RecipeSettings, resume: bool
 ) -> None:
@@ -72,6 +104,30 @@ def check_layerskip(
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"got a model of type {type(model).__name__}; expected one of transformers.")
     refuse_folder(out, STATE, RESULTS, resume)
+    linears = _refuse_unwritable(model)
+    if settings.lora_rank is not None and not linears:
+        raise UnsupportedModelError(
+            f"got lora_rank={settings.lora_rank} for layers without ordinary linears (GPT-2's are of a kind of their "
+            "own); expected some, which the additions are to. Leave lora_rank out, which trains all weights."
+        )
+    hidden_size = geometry_of(model.config).hidden_size
+    if settings.lora_rank is not None and settings.lora_rank > hidden_size:
+        raise SettingError(
+            f"got lora_rank={settings.lora_rank} for hidden states of {hidden_size} numbers; expected at most as many."
+        )
+
+
+def _refuse_other_than_model(model: Any) -> None:
+    if not isinstance(model, Model):
+        raise InputError(f"got a model of type {type(model).__name__}; expected what layerskip.load or wrap returned.")
+
+
+def _refuse_unwritable(model: PreTrainedModel) -> list[nn.Linear]:
+    """Make sure that weights like those of `model` can be trained and written as a checkpoint.
+
+    Returns:
+        The linears of its layers.
+    """
     family, geometry = family_of(type(model).__name__, model.config), geometry_of(model.config)
     if geometry.num_layers < 2 or not all(each.is_floating_point() for each in model.parameters()):
         raise UnsupportedModelError(
@@ -88,16 +144,6 @@ def check_layerskip(
             "got a model with linears that are quantised, wrapped or hooked; expected plain ones, which a checkpoint "
             "can be written of. Merge adapters, or load the original weights."
         )
-    if settings.lora_rank is not None and not linears:
-        raise UnsupportedModelError(
-            f"got lora_rank={settings.lora_rank} for layers without ordinary linears (GPT-2's are of a kind of their "
-            "own); expected some, which the additions are to. Leave lora_rank out, which trains all weights."
-        )
-    if settings.lora_rank is not None and settings.lora_rank > geometry.hidden_size:
-        raise SettingError(
-            f"got lora_rank={settings.lora_rank} for hidden states of {geometry.hidden_size} numbers; expected at most "
-            "as many."
-        )
     try:
         model.generation_config.validate(strict=True)
     except ValueError as error:
@@ -105,6 +151,7 @@ def check_layerskip(
         raise UnsupportedModelError(
             f"got a generation config that transformers refuses to write: {reason} Correct it first."
         ) from error
+    return linears
 
 
 def _beginning(model: Model, settings: ExitSettings, plan: Any) -> tuple[ExitSettings, Adapter | None]:
@@ -124,9 +171,13 @@ def _beginning(model: Model, settings: ExitSettings, plan: Any) -> tuple[ExitSet
     return replace(settings, **beginning.spec.to_dict()), beginning
 
 
-def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
+def _refuse_spread(decoder: Decoder) -> None:
     if decoder.is_spread:
         raise UnsupportedModelError("got a model on several devices; expected one. Load it without device_map.")
+
+
+def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
+    _refuse_spread(decoder)
     groups = [group for block in decoder.blocks[-settings.num_blocks :] for group in block.linears]
     if not all(each.is_plain for each in (decoder.full_head.linears, *groups)):
         raise UnsupportedModelError(

@@ -7,7 +7,6 @@ the shared norm and head. What comes out is an ordinary checkpoint; nothing here
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,11 @@ from layerskip.errors import InputError, SettingError
 from layerskip.identity import identify
 from layerskip.models.families import family_of, geometry_of
 from layerskip.models.inspection import inspect_model
+from layerskip.models.loading import quiet
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
-from layerskip.training.beginning import RESULTS, check_layerskip
+from layerskip.training.beginning import RESULTS, check_layerskip, check_types
+from layerskip.training.card import conditions_card, write_surroundings
 from layerskip.training.folder import STATE, held_folder, refuse_folder, writing
 from layerskip.training.loop import Point, Schedule, optimise, rows_of_step, thinned
 from layerskip.training.texts import TrainingTexts
@@ -175,22 +176,12 @@ def train_layerskip(
             or transformers refuses to write the generation config.
         CheckpointError: a file is damaged, or cannot be written.
     """
-    if not isinstance(texts, TrainingTexts):
-        raise InputError(f"got texts of type {type(texts).__name__}; expected TrainingTexts.")
-    settings = RecipeSettings() if settings is None else settings
-    if not isinstance(settings, RecipeSettings):
-        raise SettingError(f"got settings of type {type(settings).__name__}; expected RecipeSettings.")
+    settings = check_types(texts, settings, RecipeSettings)
     check_layerskip(model, out, settings, resume)
     run = _Run(model, texts, settings)
     with held_folder(out) as folder:
         refuse_folder(folder, STATE, RESULTS, resume)  # again: now nobody else can come
-        # Before the training, so that a disk without room is known in time.
-        with writing(folder / "generation_config.json"):
-            (folder / STATE).mkdir(exist_ok=True)
-            run.model.generation_config.save_pretrained(folder)
-        if tokenizer is not None:
-            with writing(folder / "tokenizer_config.json"):
-                tokenizer.save_pretrained(folder)
+        write_surroundings(folder, run.model.generation_config, tokenizer)
         return _train(model, run, texts, folder, resume, progress)
 
 
@@ -214,7 +205,7 @@ def _train(
     merge()
     for weight, given in zip(run.model.parameters(), model.parameters(), strict=True):
         weight.data = weight.data.to(given.dtype)
-    with writing(folder / "model.safetensors"):
+    with writing(folder / "model.safetensors"), quiet():
         run.model.save_pretrained(folder)
     made = {
         "made_by": "layerskip.training.recipe", "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -366,10 +357,4 @@ drafts on it with `plan.json`: an exit after {plan.exit_layer} layers, for a pre
 | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 
-Trained from weights with the fingerprint `{made["trained_from"]["weights"]}`, {made["steps"]} steps on texts of
-{made["texts"]["tokens"]:,} tokens with the digest `{made["texts"]["digest"]}`, with these settings:
-
-```json
-{json.dumps(made["settings"], indent=2)}
-```
-"""
+{conditions_card(made)}"""
