@@ -513,7 +513,7 @@ class TestRows:
         for name, changes in (("trained", {}), ("eagle", EAGLE)):
             train_exit(model, some_texts(), tmp_path / name, replace(SMALL, **changes))
         plans = [word for name in ("trained", "eagle") for word in (f"--{name}", str(tmp_path / name / "plan.json"))]
-        code, out = compare("--arms", "trained,eagle", "--tuning-per-category", "0", *plans)
+        code, out = compare("--arms", "trained,eagle", "--tuning-questions", "0", *plans)
         assert code == 0
         said = {line["arm"]: [] for line in lines_of(out) if line["kind"] == "arm"}
         assert {*said} == {"plain", "trained", "eagle"}
