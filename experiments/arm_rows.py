@@ -44,7 +44,7 @@ class Workshop:
     """All that arms are made of; what not every arm needs is loaded when the first one asks for it.
 
     Attributes:
-        plans: by the option that names them: "plan", "trained", "exit".
+        plans: by the option that names them: "plan", "trained", "medusa", "exit".
         draft_model: a checkpoint of the same vocabulary.
         governor: of our arms that draft.
         decoding: sampler settings, of all arms.

@@ -132,7 +132,9 @@ def _digest(plan: layerskip.DraftPlan) -> str:
 
 def _rows(options: Namespace) -> dict[str, ArmRow]:
     """The arms that are asked for, plain first; without --arms all of ours and transformers' that the options allow."""
-    given = {name for name in (*COMBINED_OF, "draft-model") if getattr(options, name.replace("-", "_")) is not None}
+    given = {
+        name for name in (*COMBINED_OF, "medusa", "draft-model") if getattr(options, name.replace("-", "_")) is not None
+    }
     names = options.arms
     if names is None:
         names = [
@@ -143,12 +145,13 @@ def _rows(options: Namespace) -> dict[str, ArmRow]:
 
 
 def _plans(options: Namespace) -> dict[str, layerskip.DraftPlan]:
-    files = {"plan": options.plan, "trained": options.trained}
+    files = {"plan": options.plan, "trained": options.trained, "medusa": options.medusa}
     plans = {name: layerskip.DraftPlan.load(file) for name, file in files.items() if file is not None}
-    if "trained" in plans and plans["trained"].adapter is None:
-        raise SettingError(
-            "got --trained with a plan without trained blocks; expected one that `layerskip train` wrote."
-        )
+    for name in ("trained", "medusa"):
+        if name in plans and plans[name].adapter is None:
+            raise SettingError(
+                f"got --{name} with a plan without trained blocks or heads; expected one that `layerskip train` wrote."
+            )
     return plans | ({} if options.exit is None else {"exit": layerskip.DraftPlan.exit(options.exit)})
 
 
@@ -200,6 +203,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--arms", type=_arm_names, metavar="NAME,NAME", help=f"some of {', '.join(ARMS)}")
     parser.add_argument("--plan", help="a plan file, as a search writes it")
     parser.add_argument("--trained", help="a plan file of trained blocks, as a training writes it")
+    parser.add_argument("--medusa", help="a plan file of trained heads, as `layerskip train --recipe medusa` writes it")
     parser.add_argument("--exit", type=positive, help="blocks that the draft of the exit arms runs")
     parser.add_argument("--draft-model", help="a checkpoint of the same vocabulary, for the arms that draft with one")
     parser.add_argument("--dtype", default="bfloat16")

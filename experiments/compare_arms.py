@@ -72,6 +72,9 @@ _LENGTHS: tuple[dict[str, Any], ...] = (
     *({"num_draft_tokens": drafts} for drafts in (2, 3, 6)),
     {"num_draft_tokens": 6, "confidence_threshold": 0.4},
 )
+_HEADS: tuple[dict[str, Any], ...] = (
+    {"num_draft_tokens": 2}, {"num_siblings": 0}, {"num_siblings": 2}, {"num_siblings": 9},
+)  # fmt: skip
 _LOOKUP_LENGTHS: tuple[dict[str, Any], ...] = tuple({"lookup_tokens": tokens} for tokens in (3, 10, 16))
 
 ARMS: Mapping[str, ArmRow] = {
@@ -80,6 +83,7 @@ ARMS: Mapping[str, ArmRow] = {
     "self": _ours("the draft of --plan, as a search found it", lambda shop: shop.plans["plan"], _LENGTHS, ("plan",)),
     "exit": _ours("the first --exit blocks, norm and head", lambda shop: shop.plans["exit"], _LENGTHS, ("exit",)),
     "trained": _ours("the trained draft of --trained", lambda shop: shop.plans["trained"], _LENGTHS, ("trained",)),
+    "medusa": _ours("the trained heads of --medusa", lambda shop: shop.plans["medusa"], _HEADS, ("medusa",)),
     "lookup": _ours("prompt lookup", lambda shop: layerskip.DraftPlan.lookup(), _LOOKUP_LENGTHS),
     "combined": _ours("lookup beside --trained, --plan or --exit, the first that is given", _combined,
                       (*_LOOKUP_LENGTHS, {"lookup_tokens": 10, "num_draft_tokens": 2}), COMBINED_OF),

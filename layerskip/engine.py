@@ -71,11 +71,6 @@ class Chosen(NamedTuple):
     num_valid: int
     places: Sequence[int]
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether the accepted drafts are the draft's first ones."""
-        return self.places[self.accepted] == self.accepted
-
     def stood(self, length: int) -> int:
         """How many of the draft's first `length` tokens, a chain, were accepted."""
         accepted = self.places[1 : min(length, self.accepted) + 1]
@@ -250,18 +245,20 @@ class Engine:
         decide_s, *draft_s = laps[: 1 + len(drafts)]
         merge_s, verify_s, *rest = laps[1 + len(drafts) :]
         host_s = decide_s + merge_s + sum(rest)
-        counts = [each.steps for each in drafts.values()]
-        steps = dict(zip(drafts, zip(counts, draft_s, strict=True), strict=True))
-        self.governor.note_times(steps, width, verify_s + host_s)
+        depths = [each.depth for each in drafts.values()]
+        made = dict(zip(drafts, zip(depths, draft_s, strict=True), strict=True))
+        self.governor.note_times(made, width, verify_s + host_s)
         self.stats.draft_s += sum(draft_s)
         self.stats.verify_s += verify_s
         self.stats.host_s += host_s
 
     def _learn(self, decision: Decision, drafts: Mapping[str, Draft], chosen: Sequence[Chosen | None]) -> None:
-        """Tell the governor what became of each row's chain, and whether something beside it stood."""
+        """Tell the governor how much of each row's chain stood, and how much beside it."""
         lengths = [max((each.lengths[row] for each in drafts.values()), default=0) for row in range(len(chosen))]
         in_chain = [None if each is None else each.stood(length) for each, length in zip(chosen, lengths, strict=True)]
-        beside = [each is not None and not each.is_chain for each in chosen]
+        beside = [
+            0 if each is None else each.accepted - (stood or 0) for each, stood in zip(chosen, in_chain, strict=True)
+        ]
         self.governor.learn(decision, drafts, in_chain, beside)
 
     def _record(self, drafts: Mapping[str, Draft], chosen: Sequence[Chosen | None], commits: list[Commit]) -> None:

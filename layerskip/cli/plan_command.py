@@ -123,6 +123,8 @@ def _cost(plan: DraftPlan, inspection: Inspection) -> float:
 
 def describe_path(plan: DraftPlan, num_layers: int) -> str:
     """What drafts, on a model of `num_layers` layers, in some words."""
+    from layerskip.models.adapter_file import read_spec
+
     if plan.draft_model is not None:
         return f"the model {plan.draft_model}"
     if not plan.is_self_draft:
@@ -133,7 +135,10 @@ def describe_path(plan: DraftPlan, num_layers: int) -> str:
     own = f"{attention} of {num_layers} attentions and {mlp} of {num_layers} MLPs{end}"
     if plan.adapter is None:
         return own
-    return f"{own}, and trained blocks" if path else "trained blocks alone, behind the embedding"
+    if path:
+        return f"{own}, and trained blocks"
+    heads = read_spec(plan.adapter).num_heads
+    return f"{heads} trained heads on the last state" if heads else "trained blocks alone, behind the embedding"
 
 
 def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:

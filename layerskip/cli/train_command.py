@@ -39,16 +39,18 @@ _COUNTS = {
 }
 _OF_PATHS = {
     "num_blocks": "trained blocks (default: 1)",
-    "offsets": "drafts of a round that are trained for (default: 3)",
+    "offsets": "drafts of a round that are trained for (default: 3; medusa, one head each: 4)",
 }
 _SHARED = (*(name for name in _COUNTS if name != "text_tokens"), "learning_rate", "precision", "seed")
 # Options that belong to some recipes only.
 _OF_RECIPE = {
     "jump": (*_OF_PATHS, "vocabulary_size", "further_states"),
     "adapter": (*_OF_PATHS, "vocabulary_size", "further_states", "exit_layer", "no_state"),
+    "medusa": ("offsets", "vocabulary_size"),
     "layerskip": ("lora_rank", "max_dropout", "curriculum"),
 }
 _OF_BEGINNING = ("exit_layer", "no_state", "num_blocks", "further_states")  # what --begin-with decides
+_HEADS = 4  # of medusa; the paper trains five, and says that no more are of use
 _EXIT_SHARE = 5  # an adapter stands behind a fifth of the layers unless told otherwise
 
 
@@ -67,7 +69,8 @@ def add_parser(subparsers: Any) -> None:
         choices=tuple(_OF_RECIPE),
         default="jump",
         help="jump (default): trained blocks that read the last token and the model's state before it, nothing else; "
-        "adapter: the model's first layers run before them; layerskip: the model itself, by layer dropout and "
+        "adapter: the model's first layers run before them; medusa: no blocks but heads on the model's last state, one "
+        "for each of the next tokens; layerskip: the model itself, by layer dropout and "
         "early-exit losses, as a checkpoint of its own",
     )
     parser.add_argument("--out", type=_folder, required=True, metavar="FOLDER", help="where all of it goes")
@@ -92,7 +95,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--learning-rate", type=float, metavar="R", help="(default: 0.001; layerskip: 0.00005)")
     group.add_argument("--precision", choices=("bfloat16", "float32"), help="of the products (default: bfloat16)")
     group.add_argument("--seed", type=int, metavar="N", help="of texts and their order (default: 0)")
-    group = parser.add_argument_group("of jump and adapter")
+    group = parser.add_argument_group("of jump, adapter and medusa")
     for name, text in _OF_PATHS.items():
         group.add_argument("--" + name.replace("_", "-"), type=positive, metavar="N", help=text)
     group.add_argument("--vocabulary-size", type=int, metavar="N", help="ids it may say, 0 for all (default: 8192)")
@@ -202,6 +205,9 @@ def _settings(options: argparse.Namespace) -> ExitSettings | RecipeSettings:
         if size < 0:
             raise SettingError(f"got --vocabulary-size {size}; expected a number of ids, or 0 for all.")
         named["vocabulary_size"] = size or None
+    if options.recipe == "medusa":  # its heads learn apart, so none is to learn before the others
+        named = {"offsets": _HEADS, "num_blocks": 0, "first_offset_share": 0.0, **named}
+        named["num_heads"] = named["offsets"]
     return ExitSettings(**named)
 
 

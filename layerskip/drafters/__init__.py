@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import DraftContext, Drafter, draft_chain
+from layerskip.drafters.heads import HeadsDrafter
 from layerskip.drafters.lookup import LOOKUP_PRIORS, LookupDrafter
 from layerskip.drafters.self_draft import SelfDrafter
 from layerskip.drafters.two_model import ModelDrafter
@@ -13,6 +14,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "HeadsDrafter",
     "LookupDrafter",
     "ModelDrafter",
     "SelfDrafter",

@@ -1,4 +1,4 @@
-"""Training a draft path on the model's own text: an exit's last blocks, or all of a path that begins at the embedding.
+"""Training a draft path on the model's own text: an exit's last blocks, all of a path from the embedding, or heads.
 
 The checkpoint stays as it is. At each offset of a draft (`rollout.py`) the path's distribution over the draft
 vocabulary is drawn towards the model's own, by cross-entropy with soft labels, where the text is the model's answer.
@@ -22,8 +22,8 @@ from torch import Tensor
 from layerskip.api import Model
 from layerskip.draft_vocabulary import most_frequent
 from layerskip.errors import InputError, SettingError
-from layerskip.models.adapter import Adapter, AdapterSpec
-from layerskip.models.adapter_file import save_adapter
+from layerskip.models.adapter import AdapterSpec, TrainedPart
+from layerskip.models.adapter_file import make_adapter, save_adapter
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
 from layerskip.training.beginning import ADAPTER, PLAN, check_exit
@@ -47,6 +47,8 @@ class ExitSettings:
     Attributes:
         exit_layer: blocks of the model that run before the trained ones; 0: none (jump).
         num_blocks: trained blocks.
+        num_heads: heads to train instead of blocks (Medusa; `models/heads.py`): with `num_blocks` 0, and as many as
+            `offsets`, each of which has one. They learn apart: a `first_offset_share` is time that the others lack.
         reads_state: whether the path reads the model's final state of the position before.
         further_states: the states that it reads beside that one, by the number of blocks behind them; None: those
             behind a third and two thirds of all, if it reads the final one.
@@ -67,6 +69,7 @@ class ExitSettings:
 
     exit_layer: int = 0
     num_blocks: int = 1
+    num_heads: int = 0
     reads_state: bool = True
     further_states: tuple[int, ...] | None = None
     vocabulary_size: int | None = 8192
@@ -90,13 +93,18 @@ class ExitSettings:
         Raises:
             SettingError: a value out of range.
         """
-        least = {"exit_layer": 0, "num_blocks": 1, "tokens": 1, "batch_tokens": 1, "micro_rows": 1, "offsets": 1,
+        least = {"exit_layer": 0, "num_blocks": 0, "tokens": 1, "batch_tokens": 1, "micro_rows": 1, "offsets": 1,
                  "held_out_rows": 1, "evaluate_every": 1, "checkpoint_every": 1,
-                 "kept_state_bytes": 0, "seed": 0}  # fmt: skip
+                 "kept_state_bytes": 0, "seed": 0, "num_heads": 0}  # fmt: skip
         for name, smallest in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < smallest:
                 raise SettingError(f"got {name}={value!r}; expected an integer from {smallest}.")
+        if (self.num_blocks > 0) == (self.num_heads > 0) or self.num_heads not in (0, self.offsets):
+            raise SettingError(
+                f"got num_blocks={self.num_blocks} and num_heads={self.num_heads} for offsets={self.offsets}; expected "
+                "blocks and no heads, or no blocks and one head for each offset."
+            )
         for name in ("offset_decay", "first_offset_share"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
@@ -122,13 +130,15 @@ class ExitSettings:
     @property
     def spec(self) -> AdapterSpec:
         """What is trained."""
-        return AdapterSpec(self.exit_layer, self.num_blocks, self.reads_state, self.further_states or ())
+        further = self.further_states or ()
+        return AdapterSpec(self.exit_layer, self.num_blocks, self.reads_state, further, self.num_heads)
 
     def resolved(self, num_layers: int) -> ExitSettings:
         """The same with what a model of so many layers decides."""
         if self.further_states is not None:
             return self
-        thirds = {num_layers // 3, 2 * num_layers // 3} - {0} if self.reads_state else set()
+        reads_more = self.reads_state and self.num_blocks
+        thirds = {num_layers // 3, 2 * num_layers // 3} - {0} if reads_more else set()
         return replace(self, further_states=tuple(sorted(thirds)))
 
 
@@ -219,7 +229,9 @@ def _plan(
         },
     )
     # The governor drafts less where that is better, never more.
-    length, _ = best_draft_length(acceptance, model.draft_cost(plan))
+    cost, heads = model.draft_cost(plan), run.settings.num_heads
+    # Heads draft all at once: one cost for any number, up to theirs.
+    length, _ = best_draft_length(acceptance, 0.0, 1 + cost, heads) if heads else best_draft_length(acceptance, cost)
     return replace(plan, num_draft_tokens=max(1, length), num_siblings=_SIBLINGS)
 
 
@@ -227,7 +239,12 @@ class _Run:
     """What one run works on."""
 
     def __init__(
-        self, model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path, beginning: Adapter | None = None
+        self,
+        model: Model,
+        texts: TrainingTexts,
+        settings: ExitSettings,
+        folder: Path,
+        beginning: TrainedPart | None = None,
     ) -> None:
         self.decoder, self.settings = model.decoder, settings
         vocab_size = self.decoder.vocab_size
@@ -257,7 +274,7 @@ class _Run:
         self._head, self._bias = self.decoder.full_head.linears.dense_rows(ids)
         if settings.precision == "float32" or self._head.dtype == torch.float64:  # which autocast leaves as it is
             self._head, self._bias = self._head.float(), None if self._bias is None else self._bias.float()
-        self.adapter = beginning or Adapter(model.hf_model, settings.spec)
+        self.adapter = beginning or make_adapter(model.hf_model, settings.spec)
         self.adapter.modules.float().requires_grad_(True)
         self.adapter.read()
         source, last = (self.decoder, model.identity), self.decoder.num_blocks
@@ -337,7 +354,7 @@ class _Run:
         return self.decoder.numbers.finish(F.linear(normed, self._head, self._bias)).float().softmax(-1)
 
 
-def _digest(adapter: Adapter) -> str:
+def _digest(adapter: TrainedPart) -> str:
     """Of its weights."""
     digest = hashlib.sha256()
     for name, each in sorted(adapter.modules.state_dict().items()):
