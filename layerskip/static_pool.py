@@ -175,7 +175,7 @@ def _compiling_obstacle(
 ) -> str | None:
     """Why passes of `decoder` are not to be compiled; None: they may."""
     if adapter is not None:
-        return "trained blocks read states that compiled passes do not keep"
+        return "trained blocks and heads read states that compiled passes do not keep"
     if compiled.most_tokens is not None and rows > compiled.most_tokens:
         return f"on {decoder.device.type} a pass over {rows} rows is slower compiled"
     if decoder.is_watched:

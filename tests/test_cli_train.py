@@ -52,6 +52,8 @@ def run(capsys, monkeypatch, tmp_path):
         ("jump", 0, ["--further-states", "1,3"]),
         ("adapter", 1, []),
         ("adapter", 2, ["--exit-layer", "2", "--no-state"]),
+        ("medusa", 0, []),
+        ("medusa", 0, ["--offsets", "2"]),
     ],
 )
 def test_from_an_empty_folder_to_a_plan_that_generate_uses(run, checkpoint, texts, recipe, exit_layer, words):
@@ -64,7 +66,8 @@ def test_from_an_empty_folder_to_a_plan_that_generate_uses(run, checkpoint, text
     own, drafted = run(*call), run(*call, "--plan", "draft/plan.json", "--governor", "off")
     assert own[0] == drafted[0] == 0 and own[1] == drafted[1]
     code, out, _ = run("plan", "check", "draft/plan.json", checkpoint, "--dtype", "float32")
-    assert code == 0 and "trained blocks" in out and "scores 40 of the token ids" in out
+    trained = f"{words[-1] if words else 4} trained heads" if recipe == "medusa" else "trained blocks"
+    assert code == 0 and trained in out and "scores 40 of the token ids" in out
 
 
 def test_the_model_writes_the_texts(run, checkpoint):
@@ -111,11 +114,13 @@ def test_an_interrupt_and_resume(run, checkpoint, texts, monkeypatch):
         (["--learning-rate", "0"], "learning_rate"),
         (["--text-tokens", "100"], "--text-tokens"),
         (["--offsets", "0"], "--offsets"),
-        (["--recipe", "medusa"], "medusa"),
+        (["--recipe", "hydra"], "hydra"),
         (["--lora-rank", "2"], "--recipe layerskip"),
         (["--recipe", "layerskip", "--num-blocks", "2"], "--recipe jump"),
         (["--begin-with", "none.json", "--recipe", "layerskip"], "--begin-with"),
         (["--begin-with", "none.json", "--num-blocks", "2"], "--begin-with"),
+        (["--recipe", "medusa", "--num-blocks", "2"], "--num-blocks"),
+        (["--recipe", "medusa", "--further-states", "1"], "--further-states"),
         (["--begin-with", "none.json"], "none.json"),
     ],
 )

@@ -154,14 +154,19 @@ def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
         lines.append(f"up to {plan.num_draft_tokens} tokens a round" + stop * (plan.confidence_threshold > 0))
         if plan.num_siblings:
             lines.append(f"up to {plan.num_siblings} tokens beside each, verified in the same pass")
-        lines.append(
-            f"predicted cost of a draft step: {cost:.3f} plain steps; it gains only if more than {min(cost, 1):.0%} of "
-            "the drafts are accepted"
-        )
+        lines.append(f"predicted cost of a draft step: {cost:.3f} plain steps; " + _gain(plan, cost))
     if plan.lookup_tokens:
         beside = "or, where that does better, " if plan.num_draft_tokens else ""
         lines.append(f"{beside}up to {plan.lookup_tokens} tokens a round copied from the text, at no cost")
     return lines
+
+
+def _gain(plan: DraftPlan, cost: float) -> str:
+    from layerskip.models.adapter_file import read_spec
+
+    if plan.adapter is not None and read_spec(plan.adapter).num_heads:
+        return f"one a round, which gains only if more than {cost:.2f} of its drafts are accepted"
+    return f"it gains only if more than {min(cost, 1):.0%} of the drafts are accepted"
 
 
 def _make(options: argparse.Namespace) -> int:
