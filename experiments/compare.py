@@ -155,7 +155,7 @@ def plans_of(options: Namespace) -> dict[str, layerskip.DraftPlan]:
     for name in sorted(plans.keys() - {"plan"}):
         if plans[name].adapter is None:
             raise SettingError(
-                f"got --{name} with a plan without trained blocks; expected one that `layerskip train` wrote."
+                f"got --{name} with a plan without trained blocks or heads; expected one that `layerskip train` wrote."
             )
     return plans | ({} if options.exit is None else {"exit": layerskip.DraftPlan.exit(options.exit)})
 

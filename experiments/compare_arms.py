@@ -20,6 +20,7 @@ PLAN_FILES = {
     "plan": "a plan file, as a search or a training writes it",
     "trained": "a plan file of trained blocks, as a training writes it",
     "eagle": "such a file of blocks trained by EAGLE's recipe",
+    "medusa": "such a file of trained heads",
 }
 COMBINED_OF = ("plan", "trained", "exit")  # what lookup is combined with: the first of these that is given
 
@@ -94,6 +95,9 @@ _LOOKAHEAD_SIZES: tuple[dict[str, Any], ...] = (
     *({"lookahead_window": window, "lookahead_ngram": ngram, "lookahead_guesses": guesses}
       for window, ngram, guesses in ((3, 3, 3), (5, 3, 7), (7, 5, 7), (10, 5, 10))),
 )  # fmt: skip
+_HEADS: tuple[dict[str, Any], ...] = (
+    {"num_draft_tokens": 2}, {"num_siblings": 0}, {"num_siblings": 2}, {"num_siblings": 9},
+)  # fmt: skip
 _LOOKUP_LENGTHS: tuple[dict[str, Any], ...] = tuple({"lookup_tokens": tokens} for tokens in (3, 10, 16))
 
 ARMS: Mapping[str, ArmRow] = {
@@ -104,6 +108,7 @@ ARMS: Mapping[str, ArmRow] = {
     "trained": _ours("the trained draft of --trained", lambda shop: shop.plans["trained"], _LENGTHS, ("trained",)),
     "eagle": _ours("the trained draft of --eagle, by EAGLE's recipe", lambda shop: shop.plans["eagle"], _LENGTHS,
                    ("eagle",)),
+    "medusa": _ours("the trained heads of --medusa", lambda shop: shop.plans["medusa"], _HEADS, ("medusa",)),
     "lookup": _ours("prompt lookup", lambda shop: layerskip.DraftPlan.lookup(), _LOOKUP_LENGTHS),
     "lookahead": _ours("lookahead decoding", lambda shop: layerskip.DraftPlan.lookahead(), _LOOKAHEAD_SIZES),
     "combined": _ours("lookup beside --plan, --trained or --exit, the first that is given", _combined,

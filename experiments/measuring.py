@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import Adapter, TrainedPart
 from layerskip.models.decoder import Decoder, Head, Step
+from layerskip.models.heads import Heads
 from layerskip.recording import CudaGraphs, Recorder
 from layerskip.static_rounds import SLOTS
 from layerskip.timing import Stopwatch
@@ -62,7 +63,7 @@ class _Passes:
         decoder: Decoder,
         batch: int,
         recorded: bool,
-        adapter: Adapter | None = None,
+        adapter: TrainedPart | None = None,
         context: int = CONTEXT,
         widest: int = max(WIDTHS),
     ) -> None:
@@ -94,7 +95,9 @@ class _Passes:
             exact = decoder.num_blocks if path is None else 0
             taken = decoder.full_path if path is None else path
             hidden, norm = decoder.run(decoder.embed(ids), taken, self.cache, span, exact), None
-            if path is not None and self.adapter is not None:
+            if path is not None and isinstance(self.adapter, Heads):
+                hidden, norm = self.adapter.run(decoder.final_norm(hidden)).flatten(1, 2), self.adapter.final_norm
+            elif path is not None and isinstance(self.adapter, Adapter):
                 hidden, norm = self.adapter.run(hidden, hidden, self.cache, span), self.adapter.final_norm
             return (decoder.logits(hidden, head, norm).max(dim=-1).indices,)  # as the greedy rule chooses
 
@@ -166,14 +169,14 @@ def draft_costs(
     path: Sequence[Step],
     batch: int = 1,
     *,
-    adapter: Adapter | None = None,
+    adapter: TrainedPart | None = None,
     recorded: bool = False,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
     """A draft step along `path` in plain steps, with the whole head and with one over the lowest `DRAFT_IDS` ids.
 
     Args:
-        adapter: trained blocks that run behind the path.
+        adapter: trained blocks that run behind the path, or heads, of which one step drafts for all.
     """
     passes, ids = _Passes(decoder, batch, recorded, adapter), min(DRAFT_IDS, decoder.vocab_size)
     programs = {

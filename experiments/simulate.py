@@ -51,7 +51,7 @@ from experiments.run_lines import read_lines
 from experiments.subjects import Subject
 from layerskip.cli.parser import Parser, layer_numbers, positive
 from layerskip.errors import InputError, SettingError
-from layerskip.models.adapter_file import count_parameters
+from layerskip.models.adapter_file import count_parameters, read_spec
 from layerskip.models.inspection import Inspection, inspect_checkpoint, inspect_model
 from layerskip.models.loading import parse_dtype, quiet
 from layerskip.models.synthetic import GEOMETRIES, geometry_config
@@ -131,6 +131,11 @@ def draft_of(options: Namespace, shape: Inspection) -> Draft:
             ids = len(plan.draft_vocabulary)
         if plan.adapter is not None:
             further = count_parameters(plan.adapter)
+            if read_spec(plan.adapter).num_heads:
+                raise SettingError(
+                    "got a plan of heads, which draft all at one cost; expected one that drafts token after token. "
+                    "Measure it with experiments.compare."
+                )
     if ids is not None and ids > shape.vocab_size:
         raise SettingError(f"got --draft-ids {ids} for a vocabulary of {shape.vocab_size:,}; expected no more.")
     acceptance = options.acceptance or (plan.acceptance_by_offset if plan is not None else None) or DEFAULT_ACCEPTANCE

@@ -138,6 +138,10 @@ def _run(options: Namespace) -> None:
         model.check_plan(plan)
         path = plan.path(model.decoder.num_blocks)
         adapter = None if plan.adapter is None else model.adapter(plan)
+        if adapter is not None and adapter.spec.num_heads:
+            raise PlanError(
+                f"got the heads of {name}, which draft all at one cost; expected paths that draft token after token."
+            )
         kind = "draft" if plan.draft_vocabulary is None else "draft_vocabulary"
         ratio = draft_costs(model.decoder, path, adapter=adapter)["in_plain_steps"][kind]
         points = points_of(plan, ratio, verify_slope)

@@ -12,10 +12,17 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from layerskip.assembly import PlannedDrafter, build_engine
+from layerskip.assembly import MakeDrafter, PlannedDrafter, build_engine
 from layerskip.compiled import CompiledForward
 from layerskip.decoding import check_stream, check_streamer, decode, make_result
-from layerskip.drafters import LOOKUP_PRIORS, LookaheadDrafter, LookupDrafter, ModelDrafter, SelfDrafter
+from layerskip.drafters import (
+    LOOKUP_PRIORS,
+    HeadsDrafter,
+    LookaheadDrafter,
+    LookupDrafter,
+    ModelDrafter,
+    SelfDrafter,
+)
 from layerskip.drafters.lookahead import Sizes
 from layerskip.engine import Engine
 from layerskip.errors import InputError, PlanError, PlanMismatchError, SettingError, UnsupportedModelError
@@ -23,9 +30,10 @@ from layerskip.governor import Source
 from layerskip.governor.acceptance import MEASURED_WEIGHT
 from layerskip.identity import ModelIdentity, identify
 from layerskip.memory import Memory
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import Adapter, TrainedPart
 from layerskip.models.adapter_file import load_adapter
 from layerskip.models.decoder import Decoder
+from layerskip.models.heads import Heads
 from layerskip.models.inspection import Inspection, inspect_model
 from layerskip.models.loading import Device, DeviceMap, load_checkpoint
 from layerskip.models.preparation import Preparation
@@ -121,7 +129,7 @@ class Model:
         self.tokenizer = tokenizer
         self.decoder = Decoder(hf_model)
         self._draft_models: dict[Any, Model] = {}
-        self._adapters: dict[tuple[str, int], Adapter] = {}
+        self._adapters: dict[tuple[str, int], TrainedPart] = {}
         self._loading = threading.Lock()
         self.static_pool = StaticPool()
         self.compiled = CompiledForward(self.decoder)
@@ -245,8 +253,8 @@ class Model:
         if plan.adapter is not None:
             self.adapter(plan)
 
-    def adapter(self, plan: DraftPlan) -> Adapter:
-        """The trained blocks that `plan` names, read once, in this model's dtype and prepared as its weights are.
+    def adapter(self, plan: DraftPlan) -> TrainedPart:
+        """The trained blocks or heads that `plan` names, read once, in this model's dtype, prepared as its weights are.
 
         Raises:
             PlanMismatchError: they were trained for another model, or behind another exit.
@@ -338,10 +346,17 @@ class Model:
         prior = (measured, MEASURED_WEIGHT) if measured else (Source.priors, Source.prior_weight)
         if plan.is_self_draft:
             path = plan.path(self.decoder.num_blocks)
-            adapter = None if plan.adapter is None else self.adapter(plan)
-            make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary, adapter=adapter)
+            adapter, most = None if plan.adapter is None else self.adapter(plan), plan.num_draft_tokens
+            if isinstance(adapter, Heads):
+                make: MakeDrafter = partial(HeadsDrafter, self.decoder, adapter, vocabulary=plan.draft_vocabulary)
+                most = min(most, adapter.spec.num_heads)
+            else:
+                assert adapter is None or isinstance(adapter, Adapter)
+                make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary, adapter=adapter)
             ratio = plan.draft_ratio or self.draft_cost(plan)
-            planned["self"] = PlannedDrafter(make, ratio, plan.num_draft_tokens, *prior, adapter, plan.num_siblings)
+            planned["self"] = PlannedDrafter(
+                make, ratio, most, *prior, adapter, plan.num_siblings, is_one_step=isinstance(adapter, Heads)
+            )
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()

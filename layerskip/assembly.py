@@ -19,7 +19,7 @@ from layerskip.drafters import DraftContext, Drafter
 from layerskip.engine import Engine
 from layerskip.governor import Always, FixedCosts, Governor, MeasuredCosts, Source, WorthIt
 from layerskip.memory import Memory, new_cache
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import TrainedPart
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.processing import make_processors
@@ -51,9 +51,10 @@ class PlannedDrafter:
         cost_ratio: of one step in plain steps, by the parameters that it reads.
         most: drafts a round.
         priors, prior_weight: see `Source`.
-        adapter: trained blocks that it runs: they need room in the cache, and states that are kept there.
+        adapter: what it runs that was trained: it needs room in the cache, and states that are kept there.
         num_siblings: tokens that it may propose beside each draft.
         width: most tokens of a draft that is a whole tree; 0: it drafts chains, with or without siblings.
+        is_one_step: see `Source`.
     """
 
     make: MakeDrafter
@@ -61,9 +62,10 @@ class PlannedDrafter:
     most: int
     priors: Sequence[float] = Source.priors
     prior_weight: float = Source.prior_weight
-    adapter: Adapter | None = None
+    adapter: TrainedPart | None = None
     num_siblings: int = 0
     width: int = 0
+    is_one_step: bool = False
 
 
 @torch.inference_mode(False)  # what is made here may outlive a caller's inference mode
@@ -198,7 +200,13 @@ def _has_guests(decoder: Decoder, request: Request) -> bool:
 def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int) -> Governor:
     sources = {
         name: Source(
-            min(each.most, most), each.cost_ratio, each.priors, each.prior_weight, each.num_siblings, each.width
+            min(each.most, most),
+            each.cost_ratio,
+            each.priors,
+            each.prior_weight,
+            each.num_siblings,
+            each.width,
+            each.is_one_step,
         )
         for name, each in planned.items()
     }

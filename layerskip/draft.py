@@ -13,7 +13,7 @@ from torch import Tensor
 from layerskip.models.tree import Tree
 from layerskip.state import DecodeState
 
-__all__ = ["Draft", "Node", "empty_draft", "merged", "tree_draft", "trie"]
+__all__ = ["Draft", "Node", "empty_draft", "merged", "pruned", "tree_draft", "trie"]
 
 
 class Node(NamedTuple):
@@ -74,8 +74,8 @@ class Draft:
         return self.num_drafted if self.num_in_chain is None else self.num_in_chain
 
     @property
-    def steps(self) -> int:
-        """Number of steps in which it was made."""
+    def depth(self) -> int:
+        """Number of tokens that the longest chain has, padding included."""
         return self.tokens.shape[1] if self.num_in_chain is None else max(self.num_in_chain)
 
 
@@ -122,6 +122,16 @@ def trie(paths: Iterable[Sequence[int]]) -> tuple[list[int], list[int], list[int
             place = children[place, token]
         ends.append(place)
     return tokens, parents, ends
+
+
+def pruned(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:
+    """The nodes at the indices `kept` of a tree, in this order, with their parents' new indices.
+
+    Args:
+        kept: with each node also its parent, before it.
+    """
+    places = {0: 0} | {index + 1: place for place, index in enumerate(kept, 1)}  # in the verification pass
+    return [nodes[index]._replace(parent=places[nodes[index].parent]) for index in kept]
 
 
 def empty_draft(state: DecodeState, padding: int = 0) -> Draft:

@@ -216,16 +216,16 @@ class Engine:
         decide_s, *drafting_s = laps[: 1 + 2 * len(drafts)]
         merge_s, verify_s, *rest = laps[1 + 2 * len(drafts) :]
         host_s = decide_s + merge_s + sum(rest)
-        counts = [each.steps for each in drafts.values()]
-        steps = dict(zip(drafts, zip(counts, drafting_s[1::2], strict=True), strict=True))
-        self.governor.note_times(steps, width, verify_s + host_s)
+        depths = [each.depth for each in drafts.values()]
+        made = dict(zip(drafts, zip(depths, drafting_s[1::2], strict=True), strict=True))
+        self.governor.note_times(made, width, verify_s + host_s)
         self.stats.draft_s += sum(drafting_s)
         self.stats.verify_s += verify_s
         self.stats.host_s += host_s
 
     def _learn(self, decision: Decision, drafts: Mapping[str, Draft], chosen: Sequence[Chosen | None]) -> None:
-        """Tell the governor what became of each row's chain, and whether something beside it stood; and a drafter that
-        learns from it what the target said.
+        """Tell the governor how much of each row's chain stood, and how much beside it; and a drafter that learns from
+        it what the target said.
         """
         is_whole = any(each.is_whole for each in drafts.values())
         lengths = [max((each.lengths[row] for each in drafts.values()), default=0) for row in range(len(chosen))]
@@ -233,7 +233,9 @@ class Engine:
             None if each is None else each.accepted if is_whole else each.stood(length)
             for each, length in zip(chosen, lengths, strict=True)
         ]
-        beside = [each is not None and not each.is_chain for each in chosen]
+        beside = [
+            0 if each is None else each.accepted - (stood or 0) for each, stood in zip(chosen, in_chain, strict=True)
+        ]
         self.governor.learn(decision, drafts, in_chain, beside)
         for drafter in (self.drafters[name] for name in drafts):
             if isinstance(drafter, Learner):

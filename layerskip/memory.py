@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import TrainedPart
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.reading import Reading, common_length
@@ -17,7 +17,7 @@ from layerskip.reading import Reading, common_length
 __all__ = ["Memory", "new_cache"]
 
 
-def new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | None) -> KVCache:
+def new_cache(decoder: Decoder, batch: int, capacity: int, adapter: TrainedPart | None) -> KVCache:
     """An empty cache, with room for what `adapter` needs; errors as in `KVCache`."""
     needs = (0, ()) if adapter is None else (adapter.spec.num_blocks, adapter.kept_states)
     return decoder.new_cache(batch, capacity, *needs)
@@ -40,10 +40,10 @@ class Memory:
     token_ids: Sequence[int] = ()
     cache: KVCache | None = None
     readings: Mapping[object, Reading] = field(default_factory=dict)
-    adapter: Adapter | None = None
+    adapter: TrainedPart | None = None
     weights: Hashable = None
 
-    def resume(self, decoder: Decoder, prompt: Sequence[int], capacity: int, adapter: Adapter | None) -> Memory:
+    def resume(self, decoder: Decoder, prompt: Sequence[int], capacity: int, adapter: TrainedPart | None) -> Memory:
         """What a call can use of it: a cache for `capacity` positions that holds as much of `prompt` as is known.
 
         The last token is read in any case: what follows it is not remembered. Trained blocks that have not followed
@@ -65,9 +65,10 @@ class Memory:
         readings = {who: replace(each, held=[min(each.held[0], held)]) for who, each in self.readings.items()}
         return replace(self, token_ids=prompt[:held], readings=readings)
 
-    def shared_by(self, adapter: Adapter | None) -> int:
+    def shared_by(self, adapter: TrainedPart | None) -> int:
         """Up to which position the cache holds what the model, and `adapter`, make of the text."""
-        reading = self.readings.get(adapter) if adapter is not None else Reading([len(self.token_ids)])
+        reads = adapter is not None and adapter.spec.num_blocks > 0  # heads have no entries of their own
+        reading = self.readings.get(adapter) if reads else Reading([len(self.token_ids)])
         return 0 if reading is None else min(len(self.token_ids), *reading.held)
 
     def settled(self, is_whole: bool) -> Memory:

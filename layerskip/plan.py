@@ -38,7 +38,8 @@ class DraftPlan:
     Attributes:
         skip_attention, skip_mlp: layers whose sub-block the draft leaves out, ascending; all below `exit_layer`.
         exit_layer: number of leading layers the draft may use; None: all. 0, with an adapter: none.
-        adapter: a file of trained blocks that end the path behind `exit_layer` (`layerskip train` makes it).
+        adapter: a file of trained blocks that end the path behind `exit_layer`, or, with 0, of heads that draft by
+            themselves, at most one token each (`layerskip train` makes it).
         draft_model: a path or hub id (or a loaded model) that drafts instead of the model itself.
         draft_vocabulary: token ids that a self-draft scores, ascending; the others are never drafted. None: all. The
             head of a large vocabulary costs as much as several blocks; acceptance stays exact.
@@ -46,6 +47,7 @@ class DraftPlan:
         num_siblings: further tokens that are proposed beside each of these drafts, and verified in the same pass, as a
             tree; all are then ranked, not drawn (`AcceptanceRule.rank`). It takes drafts of one token after another,
             and processors that do not look at the text; elsewhere, and in rounds of fixed shapes, chains are drafted.
+            Of heads these tokens may follow one another, in a tree of as many nodes.
         lookup_tokens: most tokens a round that are copied from where the text last went on from the same words (prompt
             lookup); 0: none. With both, each round uses the source that does better.
         lookahead_window, lookahead_ngram, lookahead_guesses, lookahead_text: see `lookahead`; 0: none.

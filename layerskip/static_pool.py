@@ -16,7 +16,7 @@ from layerskip.compiled import CompiledForward
 from layerskip.drafters.base import DraftContext
 from layerskip.errors import DecodingError, SettingError
 from layerskip.memory import new_cache
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import TrainedPart
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
 from layerskip.recording import Direct, make_recorder
@@ -89,7 +89,7 @@ def take_rounds(
     capacity: int,
     pool: StaticPool,
     compiled: CompiledForward,
-    adapter: Adapter | None = None,
+    adapter: TrainedPart | None = None,
 ) -> Rounds:
     """Static rounds where the call wants them and they can serve it.
 
@@ -144,7 +144,7 @@ def _doubled(capacity: int) -> int:
     return _CAPACITIES << ((capacity - 1) // _CAPACITIES).bit_length()
 
 
-def _new_cache(decoder: Decoder, batch: int, capacity: int, adapter: Adapter | None, pool: StaticPool) -> KVCache:
+def _new_cache(decoder: Decoder, batch: int, capacity: int, adapter: TrainedPart | None, pool: StaticPool) -> KVCache:
     """A cache, for which idle ones make room if need be."""
     try:
         return new_cache(decoder, batch, capacity, adapter)
@@ -172,10 +172,12 @@ def _obstacle(decoder: Decoder, request: Request, context: DraftContext) -> str 
     return None
 
 
-def _compiling_obstacle(decoder: Decoder, compiled: CompiledForward, rows: int, adapter: Adapter | None) -> str | None:
+def _compiling_obstacle(
+    decoder: Decoder, compiled: CompiledForward, rows: int, adapter: TrainedPart | None
+) -> str | None:
     """Why passes of `decoder` are not to be compiled; None: they may."""
     if adapter is not None:
-        return "trained blocks read states that compiled passes do not keep"
+        return "trained blocks and heads read states that compiled passes do not keep"
     if compiled.most_tokens is not None and rows > compiled.most_tokens:
         return f"on {decoder.device.type} a pass over {rows} rows is slower compiled"
     if decoder.is_watched:

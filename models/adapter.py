@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from layerskip.models.norms import norm, refresh
 from layerskip.models.preparation import prepare_linears
 from layerskip.models.span import Span
 
-__all__ = ["Adapter", "AdapterSpec"]
+__all__ = ["Adapter", "AdapterSpec", "TrainedPart", "load_weights", "prepare_trained"]
 
 _EPS = 1e-5  # of the norms before `fuse`
 
@@ -51,12 +51,14 @@ class AdapterSpec:
         num_blocks: of its own.
         reads_state: whether it reads the model's final state one position before.
         further_states: the states that it reads beside that one, by the number of blocks behind them, ascending.
+        num_heads: instead of blocks: heads on that final state alone, each of which drafts one token (`heads.py`).
     """
 
     exit_layer: int
     num_blocks: int = 1
     reads_state: bool = True
     further_states: tuple[int, ...] = ()
+    num_heads: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -64,6 +66,13 @@ class AdapterSpec:
 
     def check(self, num_layers: int) -> None:
         """Make sure that a model of so many layers has room for it (UnsupportedModelError)."""
+        if self.num_heads:
+            if self.num_heads < 0 or self != AdapterSpec(0, 0, num_heads=self.num_heads):
+                raise UnsupportedModelError(
+                    f"got {self.num_heads} heads as {self}; expected 1 or more that read the final state and nothing "
+                    "else: exit_layer=0, num_blocks=0, reads_state=True, no further_states."
+                )
+            return
         if not 0 <= self.exit_layer < num_layers or not 1 <= self.num_blocks <= num_layers:
             raise UnsupportedModelError(
                 f"got an adapter behind {self.exit_layer} blocks with {self.num_blocks} of its own for a model of "
@@ -81,14 +90,43 @@ class AdapterSpec:
             )
 
 
-class Adapter:
-    """The trained part of a draft path, beside a model.
+class TrainedPart(Protocol):
+    """The trained part of a draft path, beside a model: blocks (`Adapter`), or heads (`heads.py`).
 
     Attributes:
         spec: see `AdapterSpec`.
         modules: all that is trained.
-        num_parameters: of it.
     """
+
+    spec: AdapterSpec
+    modules: nn.ModuleDict
+
+    def read(self) -> None:
+        """Take up the modules, after others were put in their place or their dtype was changed."""
+        ...
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers, all of which a draft step reads."""
+        ...
+
+    @property
+    def kept_states(self) -> tuple[int, ...]:
+        """Hidden states of the model that it reads, by the number of blocks behind them (`KVCache.states`)."""
+        ...
+
+    @property
+    def final_norm(self) -> Callable[[Tensor], Tensor]:
+        """What comes between its outputs and the model's head."""
+        ...
+
+    def prepare(self, *, pack: bool | None) -> None:
+        """Make its linears as fast as the model's; its weights are held once, in that form."""
+        ...
+
+
+class Adapter:
+    """Trained blocks; attributes are those of `TrainedPart`."""
 
     def __init__(self, model: PreTrainedModel, spec: AdapterSpec, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Build it for `model`.
@@ -114,18 +152,11 @@ class Adapter:
         )
         if tensors is None:
             tensors = _beginning(layers, model.get_submodule(family.final_norm), geometry.hidden_size, spec)
-        try:
-            self.modules.load_state_dict(dict(tensors), assign=True)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"got weights that are not those of this adapter: {str(error).splitlines()[-1].strip()} Is the file "
-                "another model's?"
-            ) from error
-        self.modules.requires_grad_(False)
+        load_weights(self.modules, tensors)
         self.read()
 
     def read(self) -> None:
-        """Take up the modules, after others were put in their place or their dtype was changed."""
+        """See `TrainedPart.read`."""
         parts: Any = self.modules
         self.blocks = [
             Block(partial(_inside, own), layer, self._family, self._geometry, self._numbers)
@@ -146,25 +177,23 @@ class Adapter:
 
     @property
     def num_parameters(self) -> int:
-        """Trained numbers, all of which a draft step reads."""
+        """See `TrainedPart`."""
         return sum(each.numel() for each in self.modules.parameters())
 
     @property
     def kept_states(self) -> tuple[int, ...]:
-        """Hidden states of the model that it reads, by the number of blocks behind them (`KVCache.states`)."""
+        """See `TrainedPart`."""
         behind = {self.spec.exit_layer, *self.spec.further_states, self._first_block if self.spec.reads_state else 0}
         return tuple(sorted(behind - {0}))
 
     @property
     def final_norm(self) -> Callable[[Tensor], Tensor]:
-        """What comes between its blocks and the model's head."""
+        """See `TrainedPart`."""
         return self._norm
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def prepare(self, *, pack: bool | None) -> None:
-        """Make its linears as fast as the model's; its weights are held once, in that form."""
-        prepare_linears(self.linears, [], pack=pack, in_place=True, huge_pages=True)
+        """See `TrainedPart.prepare`."""
+        prepare_trained(self.linears, pack=pack)
         for each in (self._norm, *(each for block in self.blocks for each in block.norms)):
             refresh(each)
 
@@ -195,6 +224,29 @@ class Adapter:
         for block in self.blocks:
             hidden = block.run(hidden, cache, span)
         return hidden
+
+
+def load_weights(modules: nn.ModuleDict, tensors: Mapping[str, Tensor]) -> None:
+    """Put `tensors` into the modules of a trained part, by name; nothing of it then asks for gradients.
+
+    Raises:
+        CheckpointError: tensors that do not fit.
+    """
+    try:
+        modules.load_state_dict(dict(tensors), assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"got weights that are not those of this adapter: {str(error).splitlines()[-1].strip()} Is the file "
+            "another model's?"
+        ) from error
+    modules.requires_grad_(False)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def prepare_trained(linears: Sequence[Linears], *, pack: bool | None) -> None:
+    """`TrainedPart.prepare`, of its linears."""
+    prepare_linears(list(linears), [], pack=pack, in_place=True, huge_pages=True)
 
 
 def _inside(module: nn.Module, name: str) -> Any:

@@ -1,28 +1,36 @@
-"""An adapter as a safetensors file: its weights, and what it is in the file's metadata."""
+"""What was trained beside a model, blocks or heads, as a safetensors file: weights, and what it is in the metadata."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from layerskip.errors import CheckpointError, PlanMismatchError, UnsupportedModelError
-from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.adapter import Adapter, AdapterSpec, TrainedPart
 from layerskip.models.families import family_of
+from layerskip.models.heads import Heads
 
-__all__ = ["count_parameters", "load_adapter", "save_adapter"]
+__all__ = ["count_parameters", "load_adapter", "make_adapter", "read_spec", "save_adapter"]
 
 _FORMAT, _VERSION = "layerskip-adapter", "1"
 
 
-def save_adapter(adapter: Adapter, path: str | os.PathLike[str], dtype: torch.dtype) -> None:
+def make_adapter(model: PreTrainedModel, spec: AdapterSpec, tensors: Mapping[str, Tensor] | None = None) -> TrainedPart:
+    """What `spec` describes, for `model`; arguments and errors as in `Adapter` and `Heads`."""
+    return Heads(model, spec, tensors) if spec.num_heads else Adapter(model, spec, tensors)
+
+
+def save_adapter(adapter: TrainedPart, path: str | os.PathLike[str], dtype: torch.dtype) -> None:
     """Write `adapter` with its weights as `dtype`; the file appears whole or not at all.
 
     Raises:
@@ -39,7 +47,7 @@ def save_adapter(adapter: Adapter, path: str | os.PathLike[str], dtype: torch.dt
         scratch.unlink(missing_ok=True)
 
 
-def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: torch.dtype) -> Adapter:
+def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: torch.dtype) -> TrainedPart:
     """Read the adapter in `path` for `model`, its weights as `dtype` on the device of the model's final norm.
 
     Raises:
@@ -61,7 +69,7 @@ def load_adapter(path: str | os.PathLike[str], model: PreTrainedModel, dtype: to
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"cannot read the adapter {file}: {error}. Copy it again, or train it anew.") from error
     try:
-        return Adapter(model, spec, tensors)
+        return make_adapter(model, spec, tensors)
     except (CheckpointError, UnsupportedModelError) as error:
         raise PlanMismatchError(f"{file}: {error}") from error
 
@@ -79,6 +87,19 @@ def count_parameters(path: str | os.PathLike[str]) -> int:
         raise CheckpointError(f"cannot read the adapter {path}: {error}. Copy it again, or train it anew.") from error
 
 
+def read_spec(path: str | os.PathLike[str]) -> AdapterSpec:
+    """What the adapter at `path` is; none of its weights is read.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, no adapter, or of another version.
+    """
+    try:
+        with safe_open(Path(path), framework="pt") as opened:
+            return _spec(opened.metadata() or {}, Path(path))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read the adapter {path}: {error}. Copy it again, or train it anew.") from error
+
+
 def _spec(described: dict[str, str], file: Path) -> AdapterSpec:
     if described.get("format") != _FORMAT or described.get("version") != _VERSION:
         raise CheckpointError(
@@ -87,13 +108,13 @@ def _spec(described: dict[str, str], file: Path) -> AdapterSpec:
         )
     try:
         fields: dict[str, Any] = json.loads(described["adapter"])
-        further = tuple(fields["further_states"] if "further_states" in fields else ())  # older files have none
-        spec = AdapterSpec(fields["exit_layer"], fields["num_blocks"], fields["reads_state"], further)
-        kinds = [type(each) for each in (spec.exit_layer, spec.num_blocks, spec.reads_state, *further)]
-        if kinds != [int, int, bool, *[int] * len(further)]:
+        further, heads = tuple(fields.get("further_states", ())), fields.get("num_heads", 0)  # older files lack them
+        spec = AdapterSpec(fields["exit_layer"], fields["num_blocks"], fields["reads_state"], further, heads)
+        kinds = [type(each) for each in (spec.exit_layer, spec.num_blocks, heads, spec.reads_state, *further)]
+        if kinds != [int, int, int, bool, *[int] * len(further)]:
             raise ValueError(f"got {spec}")
         return spec
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the adapter {file}: its description is damaged ({error}).") from error
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from layerskip.drafters.self_draft import count_exact_blocks
 from layerskip.errors import SearchError, SettingError
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import TrainedPart
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder, Head, Step
 from layerskip.models.span import Span
@@ -90,7 +90,7 @@ class Replay:
         batch_positions: int = 1024,
         sampler: Sampler | None = None,
         state_bytes: int = _STATE_BYTES,
-        adapters: Iterable[Adapter] = (),
+        adapters: Iterable[TrainedPart] = (),
     ) -> None:
         """Run the full model over `texts`, once.
 
@@ -156,7 +156,7 @@ class Replay:
         head: Head | None = None,
         shift: int = 0,
         draft_length: int | None = None,
-        adapter: Adapter | None = None,
+        adapter: TrainedPart | None = None,
     ) -> list[TextOutcome]:
         """Draft along `path` from every anchor of one part's texts.
 
@@ -221,14 +221,14 @@ class Replay:
         self.block_passes += share * sum(step.attention + step.mlp for step in steps)
         return self.decoder.run(hidden, steps, part.cache, span)
 
-    def _run_trained(self, adapter: Adapter, part: _Batch, anchors: Sequence[Tensor], draft_length: int) -> Tensor:
+    def _run_trained(self, adapter: TrainedPart, part: _Batch, anchors: Sequence[Tensor], draft_length: int) -> Tensor:
         """What trained blocks put out at each position, as drafted from its anchor: (batch, positions, hidden_size)."""
         first = min(part.starts)
         if not {adapter.spec.exit_layer, *adapter.kept_states} <= part.whole.keys():
             raise SearchError("got trained blocks that this replay was not made for; expected one of its `adapters`.")
         offsets = min(draft_length, max(part.counts))
         share = sum(part.counts) / self._positions
-        self.block_passes += share * 2 * len(adapter.blocks) * offsets
+        self.block_passes += share * 2 * adapter.spec.num_blocks * offsets
         outputs = torch.stack(
             rollout(self.decoder, adapter, part.whole, offsets, first)
         )  # (offsets, batch, slots - first, hidden_size)

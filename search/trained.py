@@ -17,7 +17,7 @@ from typing import Any
 
 from layerskip.api import Model
 from layerskip.errors import PlanError, SearchError, SettingError
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import TrainedPart
 from layerskip.plan import DraftPlan
 
 __all__ = ["Trained", "TrainedPath", "load_trained", "training_of", "with_adapter_beside"]
@@ -63,7 +63,7 @@ class Trained:
 
     path: TrainedPath
     plan: DraftPlan
-    adapter: Adapter
+    adapter: TrainedPart
 
     def refuse_changes(self) -> None:
         """Make sure that the file still holds what was searched with.
@@ -113,6 +113,12 @@ def load_trained(model: Model, plans: Sequence[DraftPlan | str | os.PathLike[str
                 "jump` or `--recipe adapter` writes. What else a model can leave out is searched by itself."
             )
         each = _read(model, plan)
+        if each.adapter.spec.num_heads:
+            raise SettingError(
+                f"got the plan of {each.adapter.spec.num_heads} heads ({plan.adapter}) in trained: a search judges "
+                "paths that draft one token after another, each at the same cost, as heads do not. Leave it out; the "
+                "plan that its training wrote is used as it is."
+            )
         if each.path.name in found:
             raise SettingError(
                 f"got the same trained blocks twice, at {found[each.path.name].plan.adapter} and {plan.adapter}; "

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.models.adapter import Adapter, AdapterSpec
+from layerskip.models.adapter_file import make_adapter
 from layerskip.models.families import family_of
 from tests.tiny_models import TINY_CONFIGS, VOCAB_SIZE, tiny_model
 
@@ -67,9 +68,9 @@ def llama_with(*, max_positions: int = 160, vocab_size: int = VOCAB_SIZE, seed: 
     return model.requires_grad_(False)
 
 
-def adapter_of(model: PreTrainedModel, spec: AdapterSpec, scale: float = 0.05) -> Adapter:
+def adapter_of(model: PreTrainedModel, spec: AdapterSpec, scale: float = 0.05) -> Any:
     """An adapter that was moved away from where training begins, so that no part of it is an identity."""
-    adapter = Adapter(model, spec)
+    adapter = make_adapter(model, spec)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in adapter.modules.parameters():

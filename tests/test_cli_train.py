@@ -55,6 +55,8 @@ def run(capsys, monkeypatch, tmp_path):
         ("eagle", 0, []),
         ("adapter", 1, []),
         ("adapter", 2, ["--exit-layer", "2", "--no-state"]),
+        ("medusa", 0, []),
+        ("medusa", 0, ["--offsets", "2"]),
     ],
 )
 def test_from_an_empty_folder_to_a_plan_that_generate_uses(run, checkpoint, texts, recipe, exit_layer, words):
@@ -67,7 +69,8 @@ def test_from_an_empty_folder_to_a_plan_that_generate_uses(run, checkpoint, text
     own, drafted = run(*call), run(*call, "--plan", "draft/plan.json", "--governor", "off")
     assert own[0] == drafted[0] == 0 and own[1] == drafted[1]
     code, out, _ = run("plan", "check", "draft/plan.json", checkpoint, "--dtype", "float32")
-    assert code == 0 and "trained blocks" in out and "scores 40 of the token ids" in out
+    trained = f"{words[-1] if words else 4} trained heads" if recipe == "medusa" else "trained blocks"
+    assert code == 0 and trained in out and "scores 40 of the token ids" in out
 
 
 def test_the_model_writes_the_texts(run, checkpoint):
@@ -114,7 +117,7 @@ def test_an_interrupt_and_resume(run, checkpoint, texts, monkeypatch):
         (["--learning-rate", "0"], "learning_rate"),
         (["--text-tokens", "100"], "--text-tokens"),
         (["--offsets", "0"], "--offsets"),
-        (["--recipe", "medusa"], "medusa"),
+        (["--recipe", "hydra"], "hydra"),
         (["--lora-rank", "2"], "--recipe layerskip"),
         (["--layers", "2"], "--recipe draft-model"),
         (["--recipe", "draft-model"], "--vocabulary-size for the recipe draft-model"),
@@ -125,6 +128,8 @@ def test_an_interrupt_and_resume(run, checkpoint, texts, monkeypatch):
         (["--recipe", "layerskip", "--num-blocks", "2"], "--recipe jump"),
         (["--begin-with", "none.json", "--recipe", "layerskip"], "--begin-with"),
         (["--begin-with", "none.json", "--num-blocks", "2"], "--begin-with"),
+        (["--recipe", "medusa", "--num-blocks", "2"], "--num-blocks"),
+        (["--recipe", "medusa", "--further-states", "1"], "--further-states"),
         (["--begin-with", "none.json"], "none.json"),
     ],
 )

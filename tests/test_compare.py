@@ -14,9 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from layerskip import DraftPlan
 from layerskip.errors import InputError
+from layerskip.models.adapter import AdapterSpec
+from layerskip.models.adapter_file import make_adapter, save_adapter
 from tests.checkpoints import save_tiny
 from tests.small_training import SMALL, some_texts
 
@@ -28,7 +32,7 @@ QUESTIONS = [
     {"question_id": 1, "category": "qa", "turns": ["Who wrote it"]},
     {"question_id": 2, "category": "qa", "turns": ["Why is the sky blue"]},
 ]
-OURS = ["plain", "self", "exit", "lookup", "lookahead", "combined", "two-model"]
+OURS = ["plain", "self", "exit", "medusa", "lookup", "lookahead", "combined", "two-model"]
 THEIRS = ["hf-greedy", "hf-assistant", "hf-early-exit", "hf-lookup"]
 
 
@@ -44,6 +48,9 @@ def place(tmp_path_factory) -> Path:
     save_tiny(folder / "tiny")
     save_tiny(folder / "draft", seed=1)
     DraftPlan.skip(attention=[2], mlp=[1]).save(folder / "plan.json")
+    heads = make_adapter(AutoModelForCausalLM.from_pretrained(folder / "tiny"), AdapterSpec(0, 0, num_heads=3))
+    save_adapter(heads, folder / "heads.safetensors", torch.float64)
+    DraftPlan(exit_layer=0, adapter=folder / "heads.safetensors", num_siblings=4).save(folder / "heads.json")
     write_lines(folder / "data.jsonl", QUESTIONS)
     return folder
 
@@ -59,7 +66,7 @@ def compared(place, tmp_path_factory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("compared") / "out"
     command = [sys.executable, "-m", "experiments.compare", *words(place, out, "--arms", ",".join([*OURS, *THEIRS]))]
     command += ["--plan", str(place / "plan.json"), "--exit", "2", "--draft-model", str(place / "draft")]
-    command += ["--repeats", "2"]
+    command += ["--medusa", str(place / "heads.json"), "--repeats", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return out, done.stdout
@@ -524,8 +531,6 @@ class TestRows:
 
     def test_what_transformers_reads_of_the_draft_model_is_given_back(self, module_of, place):
         """The tuned arm fixes the number of drafts; the default one, on the same objects, goes on adapting its own."""
-        from transformers import AutoModelForCausalLM
-
         target, draft = (AutoModelForCausalLM.from_pretrained(place / name) for name in ("tiny", "draft"))
         before = draft.generation_config.num_assistant_tokens
         fixed = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}

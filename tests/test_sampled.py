@@ -20,10 +20,12 @@ from transformers import (
 )
 
 from layerskip import CostRatios, DraftPlan, SettingError, wrap
+from layerskip.models.adapter import AdapterSpec
+from layerskip.models.adapter_file import save_adapter
 from tests.chi_square import chi_square_p_value
 from tests.drafting import always
 from tests.engines import LogitsDrafter, make_engine
-from tests.special_models import agreeing_model
+from tests.special_models import adapter_of, agreeing_model
 from tests.tiny_models import prompt, tiny_model
 
 VOCAB = 8
@@ -199,6 +201,24 @@ def test_a_text_drafted_as_trees_is_distributed_as_the_models(draft, controls, g
     assert result.stats.proposed_beside
     for axes in ((0, 1, 2), (1, 2, 3)):
         assert p_value(result.new_token_ids, enumerated(controls), axes) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("controls", "siblings"), [("all", 0), ("warpers", 0), ("nothing", 2), ("warpers", 2), ("top_k", 5)]
+)
+def test_a_text_drafted_by_heads_is_distributed_as_the_models(tmp_path, controls, siblings):
+    """Chains that were drawn by heads, which do not know the drafts before them, and ranked trees of any shape.
+
+    False alarm 2e-6 for other seeds.
+    """
+    model, file = tiny_vocabulary_model(), tmp_path / "heads.safetensors"
+    save_adapter(adapter_of(model, AdapterSpec(0, 0, num_heads=3)), file, torch.float64)
+    plan = DraftPlan(exit_layer=0, adapter=file, num_draft_tokens=3, num_siblings=siblings)
+    options = {"do_sample": True, "max_new_tokens": 4, "eos_token_id": None, **CONTROLS[controls][0]}
+    result = wrap(model).generate(PROMPT, **always(plan), **options, num_return_sequences=ROWS, seed=1)
+    for axes in ((0, 1, 2), (1, 2, 3)):
+        assert p_value(result.new_token_ids, enumerated(controls), axes) > FALSE_ALARM
+    assert 0.1 < result.stats.acceptance_rate < 0.95 and (result.stats.proposed_beside > 0) == (siblings > 0)
 
 
 @pytest.mark.parametrize("draft", TREES)

@@ -10,7 +10,7 @@ import torch
 import layerskip
 from layerskip import CostRatios, DraftPlan, PlanError
 from layerskip.chosen import Chosen
-from layerskip.draft import Draft, Node, merged, tree_draft
+from layerskip.draft import Draft, Node, merged, pruned, tree_draft
 from layerskip.drafters import ModelDrafter, SelfDrafter
 from layerskip.governor import FixedCosts, Source, WorthIt
 from layerskip.governor.governor import Decision
@@ -124,20 +124,19 @@ class TestAcceptInTree:
 
 
 @pytest.mark.parametrize(
-    ("places", "accepted", "length", "stood", "is_chain"),
+    ("places", "accepted", "length", "stood"),
     [
-        (range(5), 2, 4, 2, True),
-        (range(5), 4, 4, 4, True),
-        (range(5), 0, 4, 0, True),
-        ([0, 1, 4, 5], 2, 3, 1, False),
-        ([0, 3, 4, 4], 1, 2, 0, False),
-        ([0, 1, 2, 3], 2, 2, 2, True),
+        (range(5), 2, 4, 2),
+        (range(5), 4, 4, 4),
+        (range(5), 0, 4, 0),
+        ([0, 1, 4, 5], 2, 3, 1),
+        ([0, 3, 4, 4], 1, 2, 0),
+        ([0, 1, 2, 3], 2, 2, 2),
     ],
 )
-def test_what_the_governor_is_told_of_a_round(places, accepted, length, stood, is_chain):
+def test_what_the_governor_is_told_of_a_round(places, accepted, length, stood):
     """How much of the chain stood, whatever stands behind it in the list."""
-    chosen = Chosen([0] * (accepted + 1), accepted, accepted + 1, places)
-    assert (chosen.stood(length), chosen.is_chain) == (stood, is_chain)
+    assert Chosen([0] * (accepted + 1), accepted, accepted + 1, places).stood(length) == stood
 
 
 class TestRank:
@@ -438,6 +437,63 @@ def test_a_tree_at_the_models_last_positions(plans):
     assert result.finish_reasons == ["max_positions", "length"]
 
 
+class TreeDrafter:
+    """Proposes random trees, in which the row's own text takes a path that leaves the chain somewhere."""
+
+    def __init__(self, rows):
+        """`rows`: the texts, prompts included."""
+        self.rows, self.rng = rows, random.Random(0)
+
+    def begin(self, state):
+        pass
+
+    def outlook(self, state):
+        return [0] * state.batch
+
+    def observe(self, state):
+        pass
+
+    def propose(self, state, limits, goes_on=None):
+        trees, lengths = [], []
+        for number, length, limit in zip(state.numbers, state.lengths, limits, strict=True):
+            tree, depths, chain = [], [0], self.rng.randint(min(1, limit), limit)
+            own = self.rows[number][length : length + limit]
+            right = {0: 0}  # places of the pass on the row's own path, and their depths
+            for index in range(chain + 3 * chain):
+                parent = index if index < chain else self.rng.randint(0, len(tree))
+                if depths[parent] == chain:
+                    continue
+                taken = {each.token_id for each in tree if each.parent == parent}
+                token = self.rng.choice([each for each in range(VOCAB_SIZE) if each not in taken])
+                depth = depths[parent]
+                if parent in right and depth < len(own) and own[depth] not in taken and self.rng.random() < 0.6:
+                    token = own[depth]
+                if parent in right and depth < len(own) and token == own[depth]:
+                    right[len(tree) + 1] = depth + 1
+                tree.append(Node(token, parent, self.rng.random()))
+                depths.append(depth + 1)
+            trees.append(tree)
+            lengths.append(chain)
+        return tree_draft(trees, lengths, state.token_ids.device)
+
+
+@pytest.mark.parametrize("governor", ["off", "fixed"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
+def test_trees_of_any_shape(family, governor):
+    """Behind what stands beside a chain further tokens may stand, wherever the accepted path goes; rows are ragged."""
+    model = agreeing_model(family)
+    own = [transformers_greedy(model, torch.tensor([row]), max_new_tokens=40)[0].tolist() for row in ROWS]
+    engine = make_engine(model, ROWS, lambda *_: TreeDrafter(own), num_siblings=3, governor=governor, max_new_tokens=32)
+    rows = run_checked(engine)
+    assert rows == [text[len(row) : len(row) + 32] for text, row in zip(own, ROWS, strict=True)]
+    assert engine.stats.accepted > 10 and engine.stats.proposed_beside > 0
+    for row, (before, new) in enumerate(zip(ROWS, rows, strict=True)):
+        if len(engine.state.numbers) == len(ROWS):
+            text = torch.tensor([before + new[:-1]])
+            held = engine.state.cache.entries[0][row, :, : text.shape[1]]
+            torch.testing.assert_close(held, entries_of(Decoder(model), text).entries[0][0], rtol=0, atol=1e-10)
+
+
 class TestDrafts:
     CHAIN = [Node(5, 0, 0.5), Node(6, 1, 0.4)]
     BESIDE = [Node(7, 0, 0.2), Node(8, 1, 0.3)]
@@ -448,7 +504,14 @@ class TestDrafts:
         assert draft.nodes == rows
         assert draft.tokens.tolist() == [[5, 6, 7, 8], [5, 0, 0, 0], [0] * 4]
         assert draft.tree.parents == [[0, 1, 0, 1], [0, 0, 0, 0], [0] * 4]
-        assert (draft.lengths, draft.steps, draft.num_drafted) == ([2, 1, 0], 2, [4, 1, 0])
+        assert (draft.lengths, draft.depth, draft.num_drafted) == ([2, 1, 0], 2, [4, 1, 0])
+
+    def test_what_is_kept_of_a_tree_has_its_parents_kept(self):
+        """Whatever was between them."""
+        nodes = [*self.CHAIN, *self.BESIDE, Node(9, 3, 0.5), Node(4, 5, 0.5), Node(3, 4, 0.1)]
+        assert pruned(nodes, [0, 1, 2, 4, 5]) == [*self.CHAIN, self.BESIDE[0], Node(9, 3, 0.5), Node(4, 4, 0.5)]
+        assert pruned(nodes, [0, 1, 3, 6]) == [*self.CHAIN, self.BESIDE[1], Node(3, 3, 0.1)]
+        assert pruned(nodes, range(len(nodes))) == nodes
 
     def test_without_siblings_it_is_a_chain(self):
         draft = tree_draft([self.CHAIN, self.CHAIN[:1]], [2, 1], torch.device("cpu"))
@@ -483,6 +546,48 @@ class TestTrimming:
         beside = [Node(3, 0, 0.3), Node(4, 1, 0.3), Node(5, 0, 0.03)]
         (row,) = self.trimmed(slope, [beside])
         assert {node.token_id for node in row[2:]} == kept
+
+    def test_what_stands_behind_others_has_their_chance_too(self):
+        """Node 6 stands behind 4, which stands behind the first draft; 7 behind 5, which is not worth its column."""
+        beside = [Node(5, 0, 0.03), Node(3, 0, 0.3), Node(4, 1, 0.6), Node(6, 5, 0.7), Node(7, 3, 0.9)]
+        (row,) = self.trimmed(0.05, [beside])
+        assert row[2:] == [Node(3, 0, 0.3), Node(4, 1, 0.6), Node(6, 4, 0.7)]
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_any_tree_is_trimmed_to_a_tree(self, seed):
+        rng = random.Random(seed)
+        nodes = [Node(10 + index, rng.randint(0, 2 + index), rng.random()) for index in range(12)]
+        paths = {}
+        for kept in (self.trimmed(slope, [nodes])[0] for slope in (0.01, 0.03, 0.1)):
+            for index, node in enumerate(kept):
+                assert 0 <= node.parent <= index
+                path = (*paths.get((id(kept), node.parent), ()), node.token_id)
+                paths[id(kept), index + 1] = path
+                assert path[-1] < 10 or path in self.paths([Node(1, 0, 0.5), Node(2, 1, 0.5), *nodes])
+
+    def paths(self, nodes):
+        found = [()]
+        for node in nodes:
+            found.append((*found[node.parent], node.token_id))
+        return found
+
+    def test_one_step_costs_the_same_for_all_drafts(self):
+        """Where each draft costs a step of its own, fewer are made; what was measured is a step in either case."""
+        limits, noted = {}, {}
+        for is_one_step in (False, True):
+            source = Source(4, 0.3, priors=(0.7, 0.5, 0.5, 0.5), is_one_step=is_one_step)
+            costs = FixedCosts(CostRatios(0.3, 0.01), {"self": 0.3})
+            costs.note_draft = lambda name, steps, seconds, key=is_one_step: noted.update({key: steps})
+            governor = WorthIt({"self": source}, costs, 1)
+            for _ in range(2):  # after which it is no mere hope
+                governor.learn(Decision({"self": [1]}, {"self": [0]}), {"self": tree_draft([[Node(1, 0, 0.5)]], [1],
+                               torch.device("cpu"))}, [1])  # fmt: skip
+            decision = governor.decide([10], {"self": [0]})
+            limits[is_one_step] = decision.limits["self"][0]
+            assert governor.goes_on("self", decision)(0, [0.6]) == [is_one_step]
+            governor.note_times({"self": (3, 0.5)}, 4, 1.0)
+        assert limits[False] < limits[True] == 4
+        assert noted == {False: 3, True: 1}
 
     def test_a_column_is_one_price_for_all_rows(self):
         rows = self.trimmed(0.2, [[Node(3, 0, 0.15)], [Node(4, 0, 0.15)]])

@@ -123,6 +123,8 @@ def _cost(plan: DraftPlan, inspection: Inspection) -> float:
 
 def describe_path(plan: DraftPlan, num_layers: int) -> str:
     """What drafts, on a model of `num_layers` layers, in some words."""
+    from layerskip.models.adapter_file import read_spec
+
     if plan.draft_model is not None:
         return f"the model {plan.draft_model}"
     if plan.lookahead_window:
@@ -137,7 +139,10 @@ def describe_path(plan: DraftPlan, num_layers: int) -> str:
     own = f"{attention} of {num_layers} attentions and {mlp} of {num_layers} MLPs{end}"
     if plan.adapter is None:
         return own
-    return f"{own}, and trained blocks" if path else "trained blocks alone, behind the embedding"
+    if path:
+        return f"{own}, and trained blocks"
+    heads = read_spec(plan.adapter).num_heads
+    return f"{heads} trained heads on the last state" if heads else "trained blocks alone, behind the embedding"
 
 
 def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
@@ -155,10 +160,7 @@ def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
         lines.append(f"up to {plan.num_draft_tokens} tokens a round" + stop * (plan.confidence_threshold > 0))
         if plan.num_siblings:
             lines.append(f"up to {plan.num_siblings} tokens beside each, verified in the same pass")
-        lines.append(
-            f"predicted cost of a draft step: {cost:.3f} plain steps; it gains only if more than {min(cost, 1):.0%} of "
-            "the drafts are accepted"
-        )
+        lines.append(f"predicted cost of a draft step: {cost:.3f} plain steps; " + _gain(plan, cost))
     if plan.lookup_tokens:
         beside = "or, where that does better, " if plan.num_draft_tokens else ""
         lines.append(f"{beside}up to {plan.lookup_tokens} tokens a round copied from the text, at no cost")
@@ -168,6 +170,14 @@ def _describe(plan: DraftPlan, num_layers: int, cost: float) -> list[str]:
             f"{Sizes.of(plan).width + 1} tokens"
         )
     return lines
+
+
+def _gain(plan: DraftPlan, cost: float) -> str:
+    from layerskip.models.adapter_file import read_spec
+
+    if plan.adapter is not None and read_spec(plan.adapter).num_heads:
+        return f"one a round, which gains only if more than {cost:.2f} of its drafts are accepted"
+    return f"it gains only if more than {min(cost, 1):.0%} of the drafts are accepted"
 
 
 def _make(options: argparse.Namespace) -> int:

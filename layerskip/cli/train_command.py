@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ _COUNTS = {
 }
 _OF_PATHS = {
     "num_blocks": "trained blocks (default: 1)",
-    "offsets": "drafts of a round that are trained for (default: 3; eagle: 1)",
+    "offsets": "drafts of a round that are trained for (default: 3; eagle: 1; medusa, one head each: 4)",
 }
 _SHARED = (*(name for name in _COUNTS if name != "text_tokens"), "learning_rate", "precision", "seed")
 # Options that belong to some recipes only.
@@ -50,11 +51,13 @@ _OF_RECIPE = {
     "jump": (*_OF_PATHS, "vocabulary_size", "state_weight", "further_states"),
     "adapter": (*_OF_PATHS, "vocabulary_size", "state_weight", "further_states", "exit_layer", "no_state"),
     "eagle": ("num_blocks", "vocabulary_size", "state_weight"),  # what it lacks makes it what it is
+    "medusa": ("offsets", "vocabulary_size"),
     "draft-model": ("layers",),
     "layerskip": ("lora_rank", "max_dropout", "curriculum"),
 }
 _OF_CHECKPOINTS = ("draft-model", "layerskip")  # recipes that write one
 _OF_BEGINNING = ("exit_layer", "no_state", "num_blocks", "further_states")  # what --begin-with decides
+_HEADS = 4  # of medusa; the paper trains five, and says that no more are of use
 _EXIT_SHARE = 5  # an adapter stands behind a fifth of the layers unless told otherwise
 
 
@@ -74,8 +77,9 @@ def add_parser(subparsers: Any) -> None:
         default="jump",
         help="jump (default): trained blocks that read the last token and the model's state before it, nothing else; "
         "adapter: the model's first layers run before them; eagle: a jump trained as EAGLE's drafter is, by regression "
-        "of states, one draft deep; draft-model: a small second model, of a few of the model's layers; layerskip: the "
-        "model itself, by layer dropout and early-exit losses, as a checkpoint of its own",
+        "of states, one draft deep; medusa: no blocks but heads on the model's last state, one for each of the next "
+        "tokens; draft-model: a small second model, of a few of the model's layers; layerskip: the model itself, by "
+        "layer dropout and early-exit losses, as a checkpoint of its own",
     )
     parser.add_argument("--out", type=_folder, required=True, metavar="FOLDER", help="where all of it goes")
     parser.add_argument("--resume", action="store_true", help="go on with what was begun there")
@@ -99,7 +103,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--learning-rate", type=float, metavar="R", help="(default: 0.001; layerskip: 0.00005)")
     group.add_argument("--precision", choices=("bfloat16", "float32"), help="of the products (default: bfloat16)")
     group.add_argument("--seed", type=int, metavar="N", help="of texts and their order (default: 0)")
-    group = parser.add_argument_group("of jump, adapter and eagle")
+    group = parser.add_argument_group("of jump, adapter, eagle and medusa")
     for name, text in _OF_PATHS.items():
         group.add_argument("--" + name.replace("_", "-"), type=positive, metavar="N", help=text)
     group.add_argument("--vocabulary-size", type=int, metavar="N", help="ids it may say, 0 for all (default: 8192)")
@@ -253,7 +257,11 @@ def _settings(options: argparse.Namespace) -> _Settings:
         if size < 0:
             raise SettingError(f"got --vocabulary-size {size}; expected a number of ids, or 0 for all.")
         named["vocabulary_size"] = size or None
-    return ExitSettings(**shared, **{**(EAGLE if options.recipe == "eagle" else {}), **named})
+    preset: Mapping[str, Any] = EAGLE if options.recipe == "eagle" else {}
+    if options.recipe == "medusa":  # its heads learn apart, so none is to learn before the others
+        preset = {"offsets": _HEADS, "num_blocks": 0, "first_offset_share": 0.0}
+        named["num_heads"] = named.get("offsets", _HEADS)
+    return ExitSettings(**{**shared, **preset, **named})
 
 
 def _written(options: argparse.Namespace, tokens: int, seed: int, row_tokens: int, model: Model) -> TrainingTexts:

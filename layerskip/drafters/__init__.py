@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from layerskip.draft import Draft
 from layerskip.drafters.base import DraftContext, Drafter, draft_chain
+from layerskip.drafters.heads import HeadsDrafter
 from layerskip.drafters.lookahead import LookaheadDrafter
 from layerskip.drafters.lookup import LOOKUP_PRIORS, LookupDrafter
 from layerskip.drafters.self_draft import SelfDrafter
@@ -14,6 +15,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "HeadsDrafter",
     "LookaheadDrafter",
     "LookupDrafter",
     "ModelDrafter",

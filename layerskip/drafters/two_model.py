@@ -76,7 +76,7 @@ class ModelDrafter:
         draft = draft_chain(next_logits, self.context, state, limits, goes_on)
         # Behind the newest token all of a row's chain was fed, but for the last token of the longest. Nothing else is
         # known to have been: another drafter's tokens may stand where nothing was to be drafted.
-        fed = [min(count, draft.steps - 1) for count in draft.lengths]
+        fed = [min(count, draft.depth - 1) for count in draft.lengths]
         self._reading.held = [length + count for length, count in zip(state.lengths, fed, strict=True)]
         if draft.nodes is not None:
             self._fed = [[node.token_id for node in row[:count]] for row, count in zip(draft.nodes, fed, strict=True)]

@@ -84,25 +84,25 @@ class AcceptanceRecord:
 
     @property
     def beside(self) -> float:
-        """P(a token beside a draft is accepted | the target came so far, and the draft is not), proposed or not."""
+        """How many tokens beside the chain are accepted where one of its drafts falls, proposed or not."""
         accepted, fell = self._beside
         return (accepted + self._weight * _BESIDE) / (fell + self._weight)
 
     def chance_beside(self, confidence: float) -> float:
-        """P(a token beside a draft is accepted | the target came so far), to which the drafter gave `confidence`."""
+        """P(a token beside the chain is accepted | the one before it is), to which the drafter gave `confidence`."""
         accepted, expected = self._beside_total
         return min(1.0, confidence * (accepted + 1) / (expected + 1))
 
-    def note_beside(self, expected: float, fell: bool, stood: bool) -> None:
-        """Note what became of the tokens beside a round's drafts.
+    def note_beside(self, expected: float, fell: bool, stood: int) -> None:
+        """Note what became of the tokens beside a round's chain.
 
         Args:
-            expected: the confidences of those that the target came to, added up.
-            fell: whether one of the drafts did.
-            stood: whether one of the tokens beside it was accepted.
+            expected: the confidences, added up, of those that stand directly behind what was accepted of the chain.
+            fell: whether one of its drafts did.
+            stood: how many of the tokens beside it were accepted, one behind the other.
         """
         accepted, hoped = self._beside_total
-        self._beside_total = accepted * _FADE + stood, hoped * _FADE + expected
+        self._beside_total = accepted * _FADE + (stood > 0), hoped * _FADE + expected
         if fell:
             accepted, tried = self._beside
             self._beside = accepted * _FADE + stood, tried * _FADE + 1

@@ -1,12 +1,12 @@
 """The decision before each round: from which source each row drafts, and how many tokens.
 
-A round of `k` drafts commits 1 + sum of P(first j accepted) tokens and costs ``k * draft + verify(k + 1)``; where
-tokens stand beside the drafts, it is P(first j accepted, or one beside the last of them), and a wider pass. What
-maximises tokens per time is taken, nothing drafted being one of the choices (Leviathan et al. 2023, thm. 3.8, with
-acceptance by offset and measured costs in place of one constant each). While a draft is being made, the next token is
-drafted only if the chance that it stands is worth its time at that rate, which is the optimal stopping rule of a
-renewal process. Decisions depend on the past, on clocks and on drafts that are verified whatever is decided: the output
-stays exact.
+A round of `k` drafts commits 1 + sum of P(first j accepted) tokens and costs ``k * draft + verify(k + 1)``, or
+``draft + verify(k + 1)`` where one step makes them all; where tokens stand beside the chain, those are added that are
+accepted where one of its drafts falls, and the pass is wider. What maximises tokens per time is taken, nothing drafted
+being one of the choices (Leviathan et al. 2023, thm. 3.8, with acceptance by offset and measured costs in place of one
+constant each). While a draft is being made, the next token is drafted only if the chance that it stands is worth its
+time at that rate, which is the optimal stopping rule of a renewal process. Decisions depend on the past, on clocks and
+on drafts that are verified whatever is decided: the output stays exact.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product, takewhile, zip_longest
-from operator import mul
 from statistics import mean
 from typing import Any, Protocol
 
-from layerskip.draft import Draft, Node, tree_draft
+from layerskip.draft import Draft, Node, pruned, tree_draft
 from layerskip.drafters.base import GoesOn
 from layerskip.governor.acceptance import HOPE_WEIGHT, AcceptanceRecord, Total
 from layerskip.governor.costs import Costs
@@ -48,6 +47,7 @@ class Source:
         num_siblings: tokens that it proposes beside each draft.
         width: columns of the pass that its drafts take, however many of them stand (`Draft.is_whole`); 0: as many as it
             drafts, and those beside them.
+        is_one_step: all drafts of a round come of one step: the first costs it, the others nothing.
     """
 
     most: int
@@ -56,6 +56,11 @@ class Source:
     prior_weight: float = HOPE_WEIGHT
     num_siblings: int = 0
     width: int = 0
+    is_one_step: bool = False
+
+    def steps(self, drafts: int) -> int:
+        """In how many steps so many drafts are made."""
+        return min(drafts, 1) if self.is_one_step else drafts
 
 
 @dataclass(frozen=True)
@@ -98,18 +103,18 @@ class Governor(Protocol):
         decision: Decision,
         drafts: Mapping[str, Draft],
         accepted: Sequence[int | None],
-        beside: Sequence[bool] = (),
+        beside: Sequence[int] = (),
     ) -> None:
         """Learn what became of a round's drafts.
 
         Args:
             accepted: of each row's chain, None for a row that was finished.
-            beside: whether a token beside the chain was accepted, row by row; none: nowhere.
+            beside: how many tokens beside the chain were accepted, row by row; none: nowhere any.
         """
         ...
 
     def note_times(self, draft_s: Mapping[str, tuple[int, float]], width: int, verify_s: float) -> None:
-        """Steps and seconds of each drafter, and the seconds of all that followed, over `width` tokens."""
+        """Each drafter's `Draft.depth` and seconds, and the seconds of all that followed, over `width` tokens."""
         ...
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -150,7 +155,7 @@ class Always:
         decision: Decision,
         drafts: Mapping[str, Draft],
         accepted: Sequence[int | None],
-        beside: Sequence[bool] = (),
+        beside: Sequence[int] = (),
     ) -> None:
         """Nothing."""
 
@@ -215,7 +220,8 @@ class WorthIt:
                     chance += (1 - chance) * records[row].beside
                 chances.append(reach[row] * chance)
             # Another step costs the same for one row as for all.
-            price = self.costs.draft(source) + self.costs.verify(offset + 3) - self.costs.verify(offset + 2)
+            drafting = self._drafting(source, offset + 2) - self._drafting(source, offset + 1)
+            price = drafting + self.costs.verify(offset + 3) - self.costs.verify(offset + 2)
             is_worth_it = sum(chances) > price * decision.rate
             return [is_worth_it and chance >= _LEAST_GAIN for chance in chances]
 
@@ -227,37 +233,44 @@ class WorthIt:
             self._beside[source].append(draft.tokens.shape[1])
         if draft.nodes is None:
             return draft
-        width, nodes = 1 + draft.steps, draft.nodes
+        width, nodes = 1 + draft.depth, draft.nodes
         price = (self.costs.verify(width + _STRETCH) - self.costs.verify(width)) / _STRETCH
         price = max(price, _LEAST_PRICE * self.costs.verify(1)) * decision.rate
-        ranked = [self._siblings(source, row, of_row, decision, draft) for row, of_row in enumerate(nodes)]
+        ranked = [self._beside_chain(source, row, of_row, decision, draft) for row, of_row in enumerate(nodes)]
         columns = zip_longest(*([chance for chance, _ in of_row] for of_row in ranked), fillvalue=0.0)
         worth = sum(1 for _ in takewhile(lambda chances: sum(chances) >= price, columns))
         kept = [
-            [*of_row[:length], *(node for chance, node in siblings[:worth] if chance >= _LEAST_GAIN)]
-            for of_row, length, siblings in zip(nodes, draft.lengths, ranked, strict=True)
+            pruned(of_row, [*range(length), *(each for chance, each in beside[:worth] if chance >= _LEAST_GAIN)])
+            for of_row, length, beside in zip(nodes, draft.lengths, ranked, strict=True)
         ]
-        self._beside[source].append((max(map(len, kept)) - draft.steps) / draft.steps)
+        self._beside[source].append((max(map(len, kept)) - draft.depth) / draft.depth)
         trimmed = tree_draft(kept, draft.lengths, draft.tokens.device)
         return replace(trimmed, exact_states=draft.exact_states, exact_blocks=draft.exact_blocks)
 
-    def _siblings(
+    def _beside_chain(
         self, source: str, row: int, nodes: Sequence[Node], decision: Decision, draft: Draft
-    ) -> list[tuple[float, Node]]:
-        """What stands beside a row's chain, with the chance that it is accepted, the likeliest first."""
+    ) -> list[tuple[float, int]]:
+        """Indices of what stands beside a row's chain, with the chance that it is accepted, the likeliest first.
+
+        No node is likelier than its parent, nor before it: any first few of them are a tree with the chain.
+        """
         record, grade = self._records[source][row], decision.grades[source][row] or 0
-        chain, siblings = nodes[: draft.lengths[row]], nodes[draft.lengths[row] :]
-        stands = (record.expected_of(grade, offset, node.confidence) for offset, node in enumerate(chain))
-        reach = [*accumulate(stands, mul, initial=1.0)]  # of the token behind which a node stands
-        chances = [(reach[node.parent] * record.chance_beside(node.confidence), node) for node in siblings]
-        return sorted(chances, key=lambda each: each[0], reverse=True)
+        length, reach = draft.lengths[row], [1.0]  # by place in the verification pass
+        for index, node in enumerate(nodes):
+            in_chain = index < length
+            stands = (
+                record.expected_of(grade, index, node.confidence) if in_chain else record.chance_beside(node.confidence)
+            )
+            reach.append(reach[node.parent] * stands)
+        chances = [(reach[index + 1], index) for index in range(length, len(nodes))]
+        return sorted(chances, key=lambda each: each[0], reverse=True)  # stable
 
     def learn(
         self,
         decision: Decision,
         drafts: Mapping[str, Draft],
         accepted: Sequence[int | None],
-        beside: Sequence[bool] = (),
+        beside: Sequence[int] = (),
     ) -> None:
         """See `Governor.learn`."""
         for name, records in self._records.items():
@@ -270,16 +283,16 @@ class WorthIt:
                     if self.sources[name].num_siblings:
                         siblings = () if draft.nodes is None else draft.nodes[row][count:]
                         hoped = sum(node.confidence for node in siblings if node.parent <= stood)
-                        record.note_beside(hoped, stood < count, bool(beside) and beside[row])
+                        record.note_beside(hoped, stood < count, beside[row] if beside else 0)
                 else:
                     record.rest()
 
     def note_times(self, draft_s: Mapping[str, tuple[int, float]], width: int, verify_s: float) -> None:
         """See `Governor.note_times`."""
         self.costs.note_verify(width, verify_s)
-        for name, (steps, seconds) in draft_s.items():
-            if steps:
-                self.costs.note_draft(name, steps, seconds)
+        for name, (depth, seconds) in draft_s.items():
+            if depth:
+                self.costs.note_draft(name, self.sources[name].steps(depth), seconds)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """See `Governor.keep_rows`."""
@@ -303,7 +316,7 @@ class WorthIt:
             is_known = record.rounds >= _CAREFUL_ROUNDS or source.cost_ratio == 0
             longest = min(room, most if is_known else 1)
             chances = record.reach(grade, longest) if grade is not None and longest > 0 else []
-            if self._columns_beside(name) > 0:  # a step's tokens are gained by its draft, or by one beside it
+            if self._columns_beside(name) > 0:  # where a draft falls, tokens beside it are gained
                 chances = [
                     chance + (before - chance) * record.beside
                     for before, chance in zip((1.0, *chances), chances, strict=False)
@@ -315,16 +328,19 @@ class WorthIt:
         """How many columns of the pass stand beside each draft: as many as were worth it in the last trees."""
         return mean(self._beside[name]) if self._beside[name] and not self.sources[name].width else 0.0
 
+    def _drafting(self, source: str, drafts: int) -> float:
+        """The cost of so many drafts, one behind the other."""
+        return self.sources[source].steps(drafts) * self.costs.draft(source)
+
     def _best_lengths(self, gains: Mapping[str, list[list[float]]], running: int) -> tuple[dict[str, int], float]:
         """The length of each source's drafts that gives most tokens per time, and that rate."""
-        drafting = [self.costs.draft(name) for name in gains]
         columns = [self._columns(name, len(of_source)) for name, of_source in gains.items()]
         best, best_rate = (0,) * len(gains), 0.0
         for lengths in product(*map(range, map(len, gains.values()))):
             of_sources = (of_source[k] for of_source, k in zip(gains.values(), lengths, strict=True))
             tokens = running + sum(map(max, zip(*of_sources, strict=True)) if len(lengths) > 1 else next(of_sources))
             width = 1 + max(of_source[k] for of_source, k in zip(columns, lengths, strict=True))
-            seconds = self.costs.verify(width) + sum(map(mul, lengths, drafting))
+            seconds = self.costs.verify(width) + sum(map(self._drafting, gains, lengths))
             if tokens > best_rate * seconds:
                 best, best_rate = lengths, tokens / seconds
         return dict(zip(gains, best, strict=True)), best_rate

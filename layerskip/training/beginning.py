@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from layerskip.api import Model
 from layerskip.errors import InputError, SettingError, UnsupportedModelError
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import TrainedPart
 from layerskip.models.adapter_file import load_adapter
 from layerskip.models.decoder import Decoder
 from layerskip.models.families import family_of, geometry_of
@@ -53,7 +53,7 @@ def check_exit(
     begin_with: DraftPlan | None,
     resume: bool,
     row_tokens: int,
-) -> tuple[ExitSettings, Adapter | None]:
+) -> tuple[ExitSettings, TrainedPart | None]:
     """Make sure that `train_exit` can train on rows of `row_tokens` tokens; arguments and errors as there.
 
     Returns:
@@ -154,7 +154,7 @@ def _refuse_unwritable(model: PreTrainedModel) -> list[nn.Linear]:
     return linears
 
 
-def _beginning(model: Model, settings: ExitSettings, plan: Any) -> tuple[ExitSettings, Adapter | None]:
+def _beginning(model: Model, settings: ExitSettings, plan: Any) -> tuple[ExitSettings, TrainedPart | None]:
     """The blocks of `plan` as a copy of their own, and the settings with what these blocks are."""
     if plan is None:
         return settings, None
@@ -168,6 +168,12 @@ def _beginning(model: Model, settings: ExitSettings, plan: Any) -> tuple[ExitSet
         )
     model.check_plan(plan)
     beginning = load_adapter(plan.adapter, model.hf_model, torch.float32)
+    if (beginning.spec.num_heads > 0) != (settings.num_heads > 0):
+        got, expected = ("heads", "blocks") if beginning.spec.num_heads else ("blocks", "heads")
+        raise SettingError(
+            f"got a plan of {got} to begin with, and settings that train {expected}; expected the same. Heads are "
+            "trained by --recipe medusa (num_heads), blocks by the others."
+        )
     return replace(settings, **beginning.spec.to_dict()), beginning
 
 
@@ -178,7 +184,8 @@ def _refuse_spread(decoder: Decoder) -> None:
 
 def _refuse_model(decoder: Decoder, settings: ExitSettings) -> None:
     _refuse_spread(decoder)
-    groups = [group for block in decoder.blocks[-settings.num_blocks :] for group in block.linears]
+    last = decoder.blocks[decoder.num_blocks - settings.num_blocks :]  # none where heads are trained
+    groups = [group for block in last for group in block.linears]
     if not all(each.is_plain for each in (decoder.full_head.linears, *groups)):
         raise UnsupportedModelError(
             "got a model whose head, or one of whose last blocks, has linears that are quantised, wrapped, hooked, or "

@@ -101,6 +101,7 @@ class Student:
         offsets: drafts of a round that it is trained for.
         weights_at: of a step and the number of all steps: the weight of each offset in the loss.
         state_weight: see `ExitSettings`.
+        most_offsets: that it can draft; None: any number.
     """
 
     modules: nn.Module
@@ -110,6 +111,7 @@ class Student:
     offsets: int = 1
     weights_at: Callable[[int, int], list[float]] = lambda step, steps: [1.0]
     state_weight: float = 0.0
+    most_offsets: int | None = None
 
 
 class Distillation:
@@ -162,7 +164,7 @@ class Distillation:
             evaluate_every=settings.evaluate_every,
             checkpoint_every=settings.checkpoint_every,
         )
-        self._judged_offsets = max(student.offsets, min(_JUDGED_OFFSETS, row_tokens - 1))
+        self._judged_offsets = student.most_offsets or max(student.offsets, min(_JUDGED_OFFSETS, row_tokens - 1))
         self.vocabulary: tuple[int, ...] | None = None
         if vocabulary_size is not None and vocabulary_size < vocab_size:
             ends = [token for token in ends_of(model) if token < vocab_size]

@@ -1,4 +1,4 @@
-"""Training a draft path on the model's own text: an exit's last blocks, or all of a path that begins at the embedding.
+"""Training a draft path on the model's own text: an exit's last blocks, all of a path from the embedding, or heads.
 
 How it learns is in `distilling.py`; here is what the path is, and how it drafts (`rollout.py`).
 """
@@ -15,8 +15,8 @@ import torch
 
 from layerskip.api import Model
 from layerskip.errors import SettingError
-from layerskip.models.adapter import Adapter, AdapterSpec
-from layerskip.models.adapter_file import save_adapter
+from layerskip.models.adapter import AdapterSpec, TrainedPart
+from layerskip.models.adapter_file import make_adapter, save_adapter
 from layerskip.plan import DraftPlan
 from layerskip.speedup import best_draft_length
 from layerskip.training.beginning import ADAPTER, PLAN, check_exit, check_types
@@ -51,6 +51,8 @@ class ExitSettings(DistillSettings):
         tokens … seed: see `DistillSettings`; with `offsets`, `micro_rows` is what bounds the memory.
         exit_layer: blocks of the model that run before the trained ones; 0: none (jump).
         num_blocks: trained blocks.
+        num_heads: heads to train instead of blocks (Medusa; `models/heads.py`): with `num_blocks` 0, and as many as
+            `offsets`, each of which has one. They learn apart: a `first_offset_share` is time that the others lack.
         reads_state: whether the path reads the model's final state of the position before.
         further_states: the states that it reads beside that one, by the number of blocks behind them; None: those
             behind a third and two thirds of all, if it reads the final one.
@@ -64,6 +66,7 @@ class ExitSettings(DistillSettings):
 
     exit_layer: int = 0
     num_blocks: int = 1
+    num_heads: int = 0
     reads_state: bool = True
     further_states: tuple[int, ...] | None = None
     vocabulary_size: int | None = 8192
@@ -79,7 +82,12 @@ class ExitSettings(DistillSettings):
             SettingError: a value out of range.
         """
         super().__post_init__()
-        refuse_integers(self, exit_layer=0, num_blocks=1, offsets=1)
+        refuse_integers(self, exit_layer=0, num_blocks=0, num_heads=0, offsets=1)
+        if (self.num_blocks > 0) == (self.num_heads > 0) or self.num_heads not in (0, self.offsets):
+            raise SettingError(
+                f"got num_blocks={self.num_blocks} and num_heads={self.num_heads} for offsets={self.offsets}; expected "
+                "blocks and no heads, or no blocks and one head for each offset."
+            )
         for name, most in (("offset_decay", 1), ("first_offset_share", 1), ("state_weight", 1000)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
@@ -102,13 +110,15 @@ class ExitSettings(DistillSettings):
     @property
     def spec(self) -> AdapterSpec:
         """What is trained."""
-        return AdapterSpec(self.exit_layer, self.num_blocks, self.reads_state, self.further_states or ())
+        further = self.further_states or ()
+        return AdapterSpec(self.exit_layer, self.num_blocks, self.reads_state, further, self.num_heads)
 
     def resolved(self, num_layers: int) -> ExitSettings:
         """The same with what a model of so many layers decides."""
         if self.further_states is not None:
             return self
-        thirds = {num_layers // 3, 2 * num_layers // 3} - {0} if self.reads_state else set()
+        reads_more = self.reads_state and self.num_blocks
+        thirds = {num_layers // 3, 2 * num_layers // 3} - {0} if reads_more else set()
         return replace(self, further_states=tuple(sorted(thirds)))
 
     def weights_at(self, step: int, steps: int) -> list[float]:
@@ -166,18 +176,20 @@ def train_exit(
                 "begun_with": None if begin_with is None else _without_curve(begin_with.provenance),
             },
         )
+        acceptance, cost, heads = provenance["acceptance_by_offset"], model.draft_cost(plan), settings.num_heads
+        # Heads draft all at once: one cost for any number, up to theirs.
+        length, _ = best_draft_length(acceptance, *((0.0, 1 + cost, heads) if heads else (cost,)))
         # The governor drafts less where that is better, never more.
-        length, _ = best_draft_length(provenance["acceptance_by_offset"], model.draft_cost(plan))
         plan = replace(plan, num_draft_tokens=max(1, length), num_siblings=NUM_SIBLINGS)
         plan.save(folder / PLAN)
     return plan
 
 
 def _run(
-    model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path, beginning: Adapter | None = None
-) -> tuple[Distillation, Adapter]:
-    """The run, and the blocks that are trained by it."""
-    adapter = beginning or Adapter(model.hf_model, settings.spec)
+    model: Model, texts: TrainingTexts, settings: ExitSettings, folder: Path, beginning: TrainedPart | None = None
+) -> tuple[Distillation, TrainedPart]:
+    """The run, and what is trained by it."""
+    adapter = beginning or make_adapter(model.hf_model, settings.spec)
     adapter.modules.float().requires_grad_(True)
     adapter.read()
     student = Student(
@@ -188,6 +200,7 @@ def _run(
         settings.offsets,
         settings.weights_at,
         settings.state_weight,
+        settings.num_heads or None,
     )
     made_for = {"begun_with": None if beginning is None else _digest(beginning)}
     run = Distillation(
@@ -196,7 +209,7 @@ def _run(
     return run, adapter
 
 
-def _digest(adapter: Adapter) -> str:
+def _digest(adapter: TrainedPart) -> str:
     """Of its weights."""
     digest = hashlib.sha256()
     for name, each in sorted(adapter.modules.state_dict().items()):

@@ -7,6 +7,9 @@ up to the anchor, then one of each further offset: the pass of offset `j` at pos
 to ``p - j + 1``, and of each offset ``i > 1`` that at position ``p - j + i``. (Training-time test: EAGLE-3, Li et al.
 2025; HASS, Zhang et al. 2025.)
 
+Heads (`models/heads.py`) draft from the state one position before the anchor, whatever they drafted since: at offset
+`j` position `p` has what head `j` makes of the state at ``p - j``.
+
 Nothing here knows what the outputs are used for: training takes their loss, a search asks which drafts stand. Tokens
 are taken as the text has them, so offset `j` is what would be drafted if the drafts before it had been the text's own
 tokens.
@@ -20,23 +23,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerskip.models.adapter import Adapter
+from layerskip.models.adapter import Adapter, TrainedPart
 from layerskip.models.cache import KVCache
 from layerskip.models.decoder import Decoder
+from layerskip.models.heads import Heads
 from layerskip.models.span import Span
 
 __all__ = ["rollout"]
 
 
 def rollout(
-    decoder: Decoder, adapter: Adapter, states: Mapping[int, Tensor], offsets: int, first: int = 0
+    decoder: Decoder, adapter: TrainedPart, states: Mapping[int, Tensor], offsets: int, first: int = 0
 ) -> list[Tensor]:
     """Outputs of `adapter` at each offset, before norm and head.
 
     Args:
         states: the model's own, (batch, tokens, hidden_size), by the number of blocks behind them: those that the
             adapter reads, and where it begins (0: the embedding).
-        offsets: how many drafts to look ahead.
+        offsets: how many drafts to look ahead; of heads no more than there are.
         first: the first position that is an anchor. Those before it are read once, whatever `offsets` is: of a long
             prompt neither time nor memory grow by each.
 
@@ -44,6 +48,9 @@ def rollout(
         One tensor (batch, tokens - first, hidden_size) an offset. At offset `j` its first ``j - 1`` positions are void:
         no anchor lies so far back.
     """
+    if isinstance(adapter, Heads):
+        return _guesses(decoder, adapter, states[decoder.num_blocks], offsets, first)
+    assert isinstance(adapter, Adapter)
     spec, entry = adapter.spec, states[adapter.spec.exit_layer]
     batch, tokens = entry.shape[:2]
     cache, outputs = _PassCache(), list[Tensor]()
@@ -67,6 +74,15 @@ def rollout(
         outputs.append(output[:, first - begin :])
         before, further = _shifted(outputs[-1]) if spec.reads_state else None, []
     return outputs
+
+
+def _guesses(decoder: Decoder, heads: Heads, state: Tensor, offsets: int, first: int) -> list[Tensor]:
+    """`rollout` of heads: one pass serves all offsets."""
+    with torch.no_grad():  # the model's own norm, in the dtype in which it will be read
+        normed = decoder.final_norm(state.to(decoder.dtype)).to(state.dtype)
+    guesses = heads.run(normed).unbind(dim=2)[:offsets]
+    tokens = state.shape[1]
+    return [torch.nn.functional.pad(each, (0, 0, j, 0))[:, first:tokens] for j, each in enumerate(guesses, 1)]
 
 
 class _PassCache(KVCache):
