@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -42,7 +42,7 @@ class GenerationResult:
     stats: DecodeStats
     settings: dict[str, Any]
     plan: DraftPlan | None
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: PreTrainedTokenizerBase | None = field(repr=False)
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
 

@@ -10,7 +10,6 @@ The cache grows as the text does, each time to twice its size, up to the model's
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
@@ -81,7 +80,7 @@ class Session:
         self._model, self._options = model, options.copy()
         self._turns = list(turns)  # as it stood before the first question, behind the first answer, …
         self._memory = memory or Memory()
-        self._busy = threading.Lock()
+        self._busy: dict[str, object] = {}  # the call that it is in the middle of; changed at once, as dictionaries are
 
     @property
     def turns(self) -> int:
@@ -201,15 +200,18 @@ class Session:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise InputError(
-                "got a call on a session that is in the middle of another; expected one at a time. Wait for the other "
-                "thread, read the stream to its end or close it, or fork() the session before."
-            )
+        call = object()
         try:
+            # At once, and it says whose it is: an interrupt just behind must not leave it taken for ever.
+            if self._busy.setdefault("call", call) is not call:
+                raise InputError(
+                    "got a call on a session that is in the middle of another; expected one at a time. Wait for the "
+                    "other thread, read the stream to its end or close it, or fork() the session before."
+                )
             yield
         finally:
-            self._busy.release()
+            if self._busy.get("call") is call:
+                del self._busy["call"]
 
     @contextmanager
     def _engine(self, request: Request) -> Iterator[Engine]:
@@ -260,7 +262,13 @@ class Session:
                 "such as tokenizer(text)['input_ids']. Or set tokenizer.chat_template."
             )
         if is_question or messages[-1]["role"] == "user":
-            return encode(messages, tokenizer)[0]
+            try:
+                return encode(messages, tokenizer)[0]
+            except InputError as error:
+                raise InputError(
+                    f"{error} In a session: have what was read answered by generate(None) before the next question, or "
+                    "read it as a message of another role, such as [{'role': 'system', 'content': …}]."
+                ) from error
         first, second = (encode([*messages, {"role": "user", "content": each}], tokenizer)[0] for each in "ab")
         return first[: common_length(first, second)]
 

@@ -31,8 +31,9 @@ class DecodeStats:
         drafted_histogram: rounds by number of proposed drafts; those without any are plain steps.
         rounds_by_source, proposed_by_source, accepted_by_source: by the drafter that the round's drafts came from,
             "none" where there were none.
-        prefill_s: the prompt's pass, up to the first new token (that of the draft model included).
-        draft_s, verify_s: inside the drafter, and in the full model's passes.
+        prefill_s: the prompt's pass, up to the first new token.
+        draft_s, verify_s: inside the drafter, what it reads of the text before its first draft included, and in the
+            full model's passes.
         host_s: everything else of the rounds: distributions of the target, acceptance, stopping. (In static rounds
             acceptance is part of the recorded verification, and of `verify_s`.)
         recording_s: whole rounds in which programs were recorded or compiled; no other time holds them.

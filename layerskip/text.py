@@ -71,7 +71,7 @@ def _row(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     except TemplateError as error:
         raise InputError(
             f"got chat messages that the tokenizer's chat template refuses: {error}. Write them as it expects, or pass "
-            "the whole prompt as a string."
+            "token ids."
         ) from error
     return list(encoded["input_ids"])
 

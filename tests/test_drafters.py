@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import layerskip
 from layerskip.drafters import LookaheadDrafter, LookupDrafter, ModelDrafter, SelfDrafter
 from layerskip.drafters.lookahead import Sizes
 from layerskip.drafters.self_draft import count_exact_blocks
@@ -16,7 +17,7 @@ from layerskip.models.decoder import Decoder, Step
 from layerskip.plan import DraftPlan
 from tests.contracts import PROMPTS, DrafterContract, DrawingDrafterContract, PrefixBound
 from tests.engines import LogitsDrafter, drafter_of, make_engine, run_checked
-from tests.special_models import adapter_of, agreeing_model
+from tests.special_models import adapter_of, agreeing_model, llama_with, with_config
 from tests.tiny_models import NUM_LAYERS, VOCAB_SIZE, prompt, tiny_model, transformers_greedy
 
 
@@ -256,6 +257,29 @@ def test_a_draft_model_that_has_rested_reads_no_row_past_the_cache(rest):
     engine.governor = Resting(engine.governor.sources, rest)
     assert run_checked(engine) == run_checked(make_engine(target, prompts, None, **ends))
     assert engine.governor.left == 0
+
+
+class TestDraftModelWithFewerPositions:
+    """A row that is longer than the draft model has positions drafts nothing, and keeps no other from it."""
+
+    def test_rows_sample_what_they_would_alone(self):
+        model = layerskip.wrap(agreeing_model("llama"))
+        rows = [prompt(n, seed=n)[0].tolist() for n in (5, 9, 30, 3, 14)]
+        plan = DraftPlan.model(llama_with(max_positions=24, seed=1))
+        options = {"plan": plan, "governor": "off", "do_sample": True, "temperature": 0.9, "max_new_tokens": 20,
+                   "eos_token_id": [7, 19, 31]}  # fmt: skip
+        together = model.generate(rows, seed=[3, 4, 5, 6, 7], **options).new_token_ids
+        for index, row in enumerate(rows):
+            assert model.generate(row, seed=3 + index, **options).new_token_ids == [together[index]]
+
+    def test_a_long_row_silences_no_other(self):
+        model = layerskip.wrap(tiny_model("llama"))
+        plan = DraftPlan.model(with_config("llama", max_position_embeddings=60))
+        rows = [prompt(5, seed=1)[0].tolist(), prompt(80, seed=2)[0].tolist()]
+        result = model.generate(rows, plan=plan, governor="off", max_new_tokens=40, eos_token_id=None)
+        assert result.stats.accepted_by_source["model"] >= 25
+        alone = [model.generate(row, max_new_tokens=40, eos_token_id=None).new_token_ids[0] for row in rows]
+        assert result.new_token_ids == alone
 
 
 class TestModelDrafterCache:

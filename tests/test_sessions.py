@@ -466,6 +466,21 @@ class TestOneAtATime:
         thread.join()
         assert (session.turns, errors) == (1, [])
 
+    def test_an_interrupt_just_behind_the_beginning(self, model):
+        """As a signal may come: the call has begun, and nothing else was done. The next one finds it ended."""
+
+        class Interrupting(dict):
+            def setdefault(self, *arguments):
+                super().setdefault(*arguments)
+                raise KeyboardInterrupt
+
+        session = model.session(**OPTIONS)
+        session._busy = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(TURNS[0])
+        session._busy = dict(session._busy)
+        assert session.generate(TURNS[0]).new_token_ids
+
 
 class TestGrowth:
     def test_the_cache_doubles_up_to_the_models_positions(self, model):
@@ -630,3 +645,17 @@ def test_rounds_that_another_lora_has_recorded_are_not_taken_over():
     switched.is_on = False
     model.generate(TURNS[0], **call)
     assert len(model.static_pool._kept) == 2 and model.static_pool._kept[-1][0] != before
+
+
+def test_a_template_that_wants_the_two_to_alternate():
+    """A question behind a document that was read as a user's message is refused with the way out, which works."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('alternate') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    session = layerskip.wrap(agreeing_model("llama"), tokenizer).session(max_new_tokens=3)
+    session.read("a document")
+    with pytest.raises(InputError, match=r"alternate.*generate\(None\) before the next question"):
+        session.generate("why")
+    assert session.generate(None).new_token_ids and session.generate("why").new_token_ids

@@ -56,28 +56,30 @@ class ModelDrafter:
 
     def catch_up(self, state: DecodeState) -> None:
         """See `Drafter.catch_up`."""
-        ends = [length - 1 for length in state.lengths]
-        if max(map(sub, ends, self._reading.held)) >= _MOST_LAG and max(ends) < self.decoder.max_positions:
+        ends = self._ends(state, -1)
+        if max(map(sub, ends, self._reading.held)) >= _MOST_LAG:
             self._feed(state, self._reading.held, ends)
             self._reading.held = ends
             self.cache.commit(ends)
 
     def propose(self, state: DecodeState, limits: Sequence[int], goes_on: GoesOn | None = None) -> Draft:
-        """See `Drafter.propose`; near the end of this model's own positions all rows draft less, then nothing."""
-        room = self.decoder.max_positions - max(state.lengths)
-        limits = [max(0, min(limit, room)) for limit in limits]
+        """See `Drafter.propose`; near the end of this model's own positions a row drafts less, then nothing."""
+        rooms = [self.decoder.max_positions - length for length in state.lengths]
+        limits = [max(0, min(limit, room)) for limit, room in zip(limits, rooms, strict=True)]
         if not any(limits):
             return empty_draft(state)
 
         def next_logits(offset: int) -> Tensor:
-            ends = [length + offset for length in state.lengths]
-            return self._feed(state, self._reading.held if offset == 0 else [end - 1 for end in ends], ends)
+            ends, held = self._ends(state, offset), self._reading.held
+            starts = map(min, held, (end - 1 for end in ends)) if offset == 0 else (end - 1 for end in ends)
+            return self._feed(state, list(starts), ends)
 
         draft = draft_chain(next_logits, self.context, state, limits, goes_on)
         # Behind the newest token all of a row's chain was fed, but for the last token of the longest. Nothing else is
         # known to have been: another drafter's tokens may stand where nothing was to be drafted.
         fed = [min(count, draft.depth - 1) for count in draft.lengths]
-        self._reading.held = [length + count for length, count in zip(state.lengths, fed, strict=True)]
+        ends = self._ends(state, 0)
+        self._reading.held = [end + count for end, count in zip(ends, fed, strict=True)]
         if draft.nodes is not None:
             self._fed = [[node.token_id for node in row[:count]] for row, count in zip(draft.nodes, fed, strict=True)]
         return draft
@@ -93,14 +95,22 @@ class ModelDrafter:
         ]
         self.cache.commit(self._reading.held)
 
+    def _ends(self, state: DecodeState, offset: int) -> list[int]:
+        """One past the token at `offset` behind the newest one's place, or past the last that has a position here.
+
+        A row that is longer has nothing to draft, and keeps no other from it.
+        """
+        return [min(length + offset, self.decoder.max_positions) for length in state.lengths]
+
     def _feed(self, state: DecodeState, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Run tokens ``starts[row] … ends[row] - 1`` and return the logits behind each row's last: (batch, 1, vocab).
 
         Rows that lag less than others are fed tokens beyond their end: void, and overwritten before they are read.
         """
         width = max(end - start for start, end in zip(starts, ends, strict=True))
-        # A row near the end of the cache begins earlier, with tokens that it holds already, if others lag far behind.
-        starts = [max(0, min(start, self.cache.capacity - width)) for start in starts]
+        # A row near the last place begins earlier, with tokens that it holds already, if others lag far behind.
+        last = min(self.cache.capacity, self.decoder.max_positions)
+        starts = [max(0, min(start, last - width)) for start in starts]
 
         def run(starts: Sequence[int], tokens: int) -> Tensor:
             span = self.decoder.span(starts, tokens)

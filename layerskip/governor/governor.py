@@ -275,6 +275,7 @@ class WorthIt:
         """See `Governor.learn`."""
         for name, records in self._records.items():
             draft = drafts.get(name)
+            self._totals[name].rows = max(1, sum(stood is not None for stood in accepted))
             for row, record in enumerate(records):
                 stood, count = accepted[row], 0 if draft is None else draft.lengths[row]
                 if count and stood is not None and draft is not None:
@@ -297,8 +298,6 @@ class WorthIt:
     def keep_rows(self, rows: Sequence[int]) -> None:
         """See `Governor.keep_rows`."""
         self._records = {name: [records[row] for row in rows] for name, records in self._records.items()}
-        for total in self._totals.values():
-            total.rows = len(rows)
         self.costs.note_rows(len(rows))
 
     def to_dict(self) -> dict[str, Any]:
