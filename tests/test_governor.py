@@ -317,6 +317,26 @@ class TestCostsOfSeveralRows:
         assert governor.decide([9] * 8, {"self": [None] * 8}).padding == 0
         assert governor.decide([0] * 8, {"self": [0] * 8}).padding == 0
 
+    def test_a_hope_must_promise_a_tenth(self):
+        """Several rows have to be read for it; what has been tried needs to gain, no more."""
+        for ratio, drafts in ((0.3, 1), (0.6, 0)):  # 1.8 tokens for 1.4, and for 1.7 plain steps
+            costs = self.measured(8, [(1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1)])
+            governor = WorthIt({"self": Source(1, ratio)}, costs, 8)
+            decision = governor.decide([9] * 8, {"self": [0] * 8})
+            assert decision.limits["self"] == [drafts] * 8
+            governor.learn(Decision({"self": [1] * 8}, {"self": [0] * 8}), {"self": draft_of([1] * 8)}, [1] * 8)
+            assert governor.decide([9] * 8, {"self": [0] * 8}).limits["self"] == [1] * 8
+
+    def test_fewer_rows_take_one_look(self):
+        costs = self.measured(8, [(1, 1.0), (1, 1.0), (2, 2.0), (2, 2.0)])
+        costs.note_rows(4)
+        for _ in range(2):
+            assert costs.lacks_plain()
+            costs.note_verify(1, 0.8)
+        assert costs.lacks_wider()
+        costs.note_verify(2, 1.0)
+        assert not costs.lacks_wider()
+
     def test_it_is_measured_again_now_and_then(self):
         costs = self.measured(8, [(1, 1.0), (1, 1.0), (2, 2.1), (2, 2.1), *[(1, 1.0)] * 127])
         assert not costs.lacks_wider()

@@ -144,7 +144,7 @@ class MeasuredCosts:
             rows: that are decoded at once.
         """
         self._draft_ratios = draft_ratios
-        self._measured_rows = rows
+        self._measured_rows, self._wider_wanted = rows, _FIRST_STEPS
         self._forget()
 
     def _forget(self) -> None:
@@ -193,7 +193,7 @@ class MeasuredCosts:
     def note_rows(self, rows: int) -> None:
         """See `Costs.note_rows`: what was measured with twice as many is not remembered."""
         if 2 * rows <= self._measured_rows:
-            self._measured_rows = rows
+            self._measured_rows, self._wider_wanted = rows, 1  # there may be few rounds left to pay for another
             self._forget()
 
     def lacks_plain(self) -> bool:
@@ -204,7 +204,7 @@ class MeasuredCosts:
 
     def lacks_wider(self) -> bool:
         """With several rows, of which nobody knows what a further token of each costs; one row's passes hardly do."""
-        is_known = self._wider_passes >= _FIRST_STEPS and self._rounds_without_wider < _LONGEST_WITHOUT
+        is_known = self._wider_passes >= self._wider_wanted and self._rounds_without_wider < _LONGEST_WITHOUT
         return self._measured_rows > 1 and not is_known
 
     def to_dict(self) -> dict[str, Any]:

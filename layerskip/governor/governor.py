@@ -32,6 +32,7 @@ _CAREFUL_ROUNDS = 2  # of a row with a source that costs time: one draft each, s
 _STRETCH = 4  # further columns of a pass over which the price of one is taken: that of the next alone is noise
 _LEAST_PRICE = 0.005  # of a plain step, of a column
 _WINDOW = 9  # trees whose width is remembered
+_HOPED_ADVANTAGE = 1.1  # over plain decoding, of a source that several rows have to read all of their texts for
 _LEAST_GAIN = 0.02  # expected tokens below which a row drafts nothing, even where others' drafts make it free
 
 
@@ -196,6 +197,8 @@ class WorthIt:
         if self.costs.lacks_wider():
             return replace(plain, padding=1)
         lengths, rate = self._best_lengths(gains, running)
+        if len(rooms) > 1 and self._is_hope(lengths) and rate < _HOPED_ADVANTAGE * plain.rate:
+            return plain
         for row, room in enumerate(rooms):
             of_row = {name: gains[name][length][row] for name, length in lengths.items()}
             best = max(of_row, key=lambda name: of_row[name])
@@ -322,6 +325,11 @@ class WorthIt:
                 ]
             rows.append(list(accumulate((chance for chance in chances if chance >= _LEAST_GAIN), initial=0.0)))
         return [[row[min(k, len(row) - 1)] for row in rows] for k in range(max(map(len, rows)))]
+
+    def _is_hope(self, lengths: Mapping[str, int]) -> bool:
+        """Whether these drafts cost time, and come of sources of which nothing is known yet in any row."""
+        tried = [name for name, length in lengths.items() if length and self.sources[name].cost_ratio]
+        return bool(tried) and not any(record.rounds for name in tried for record in self._records[name])
 
     def _columns_beside(self, name: str) -> float:
         """How many columns of the pass stand beside each draft: as many as were worth it in the last trees."""
