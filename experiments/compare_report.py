@@ -103,7 +103,8 @@ def _protocol(document: Mapping[str, Any]) -> list[str]:
     sampled = options["temperature"]
     left_out = [f"{each['question']} (turn {each['turn'] + 1})" for each in document["left_out"]]
     return [
-        f"All arms decoded the same {questions['report']} questions, {options['repeats']} times, one after another in "
+        f"All arms decoded the same {questions['report']} questions, "
+        f"{'once' if options['repeats'] == 1 else str(options['repeats']) + ' times'}, one after another in "
         f"one process, on the same weights, up to {options['new_tokens']} new tokens, batch 1, "
         f"{'greedily' if sampled is None else f'sampled at temperature {sampled}'}; who begins changes with every "
         "turn. Of a conversation, each turn is a call on the whole text, and what was answered before is plain "

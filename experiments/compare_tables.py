@@ -107,9 +107,9 @@ def _speeds(document: Document) -> Table:
         ))  # fmt: skip
     return Table(
         "Speed",
-        "Speed over plain decoding of the same text, geometric mean over tasks (95 % bootstrap interval over "
-        "questions): from the first new token on, and of whole calls. Tokens per second and time to the first token "
-        "are medians.",
+        "Speed over plain decoding of the same text, geometric mean over tasks (95 % bootstrap interval over the "
+        "questions of each: a task with one question adds no width to it): from the first new token on, and of whole "
+        "calls. Tokens per second and time to the first token are medians.",
         ("arm", "what", "÷ plain", "whole call ÷ plain", "tokens/s", "tokens/round", "first token, ms",
          "measured ÷ predicted"),
         tuple(rows),
