@@ -340,9 +340,8 @@ class Model:
 
     def _planned(self, plan: DraftPlan) -> dict[str, PlannedDrafter]:
         """The drafters of `plan`; a draft model is loaded now, before any time is counted."""
-        planned = {}
+        planned, measured = {}, plan.acceptance_by_offset
         # What was measured is no hope but knowledge, until the text at hand says otherwise.
-        measured = plan.acceptance_by_offset
         prior = (measured, MEASURED_WEIGHT) if measured else (Source.priors, Source.prior_weight)
         if plan.is_self_draft:
             path = plan.path(self.decoder.num_blocks)
@@ -354,14 +353,15 @@ class Model:
                 assert adapter is None or isinstance(adapter, Adapter)
                 make = partial(SelfDrafter, self.decoder, path, vocabulary=plan.draft_vocabulary, adapter=adapter)
             ratio = plan.draft_ratio or self.draft_cost(plan)
-            planned["self"] = PlannedDrafter(
-                make, ratio, most, *prior, adapter, plan.num_siblings, is_one_step=isinstance(adapter, Heads)
-            )
+            kind: Any = {"is_one_step": isinstance(adapter, Heads), "reads_texts": isinstance(adapter, Adapter)}
+            planned["self"] = PlannedDrafter(make, ratio, most, *prior, adapter, plan.num_siblings, **kind)
         elif plan.draft_model is not None:
             draft = self.draft_model(plan)
             draft.decoder.refuse_changes()
-            drafter, ratio = partial(ModelDrafter, draft.decoder), self.draft_cost(plan)
-            planned["model"] = PlannedDrafter(drafter, ratio, plan.num_draft_tokens, *prior, None, plan.num_siblings)
+            make, ratio = partial(ModelDrafter, draft.decoder), self.draft_cost(plan)
+            planned["model"] = PlannedDrafter(
+                make, ratio, plan.num_draft_tokens, *prior, num_siblings=plan.num_siblings, reads_texts=True
+            )
         if plan.lookup_tokens:  # last: it writes its drafts over those of rows that the others need not have drafted
             planned["lookup"] = PlannedDrafter(LookupDrafter, 0.0, plan.lookup_tokens, LOOKUP_PRIORS)
         if plan.lookahead_window:

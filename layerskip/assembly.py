@@ -54,7 +54,7 @@ class PlannedDrafter:
         adapter: what it runs that was trained: it needs room in the cache, and states that are kept there.
         num_siblings: tokens that it may propose beside each draft.
         width: most tokens of a draft that is a whole tree; 0: it drafts chains, with or without siblings.
-        is_one_step: see `Source`.
+        is_one_step, reads_texts: see `Source`.
     """
 
     make: MakeDrafter
@@ -66,6 +66,7 @@ class PlannedDrafter:
     num_siblings: int = 0
     width: int = 0
     is_one_step: bool = False
+    reads_texts: bool = False
 
 
 @torch.inference_mode(False)  # what is made here may outlive a caller's inference mode
@@ -207,6 +208,7 @@ def _governor(request: Request, planned: Mapping[str, PlannedDrafter], most: int
             each.num_siblings,
             each.width,
             each.is_one_step,
+            each.reads_texts,
         )
         for name, each in planned.items()
     }

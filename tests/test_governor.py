@@ -320,8 +320,10 @@ class TestCostsOfSeveralRows:
     def test_a_hope_must_promise_a_tenth(self):
         """Several rows have to be read for it; what has been tried needs to gain, no more."""
         for ratio, drafts in ((0.3, 1), (0.6, 0)):  # 1.8 tokens for 1.4, and for 1.7 plain steps
-            costs = self.measured(8, [(1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1)])
-            governor = WorthIt({"self": Source(1, ratio)}, costs, 8)
+            costs = MeasuredCosts({"self": ratio}, 8)
+            for width, seconds in ((1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1)):
+                costs.note_verify(width, seconds)
+            governor = WorthIt({"self": Source(1, ratio, reads_texts=True)}, costs, 8)
             decision = governor.decide([9] * 8, {"self": [0] * 8})
             assert decision.limits["self"] == [drafts] * 8
             governor.learn(Decision({"self": [1] * 8}, {"self": [0] * 8}), {"self": draft_of([1] * 8)}, [1] * 8)

@@ -649,7 +649,7 @@ def test_rounds_that_another_lora_has_recorded_are_not_taken_over():
 
 def test_a_template_that_wants_the_two_to_alternate():
     """A question behind a document that was read as a user's message is refused with the way out, which works."""
-    tokenizer = character_tokenizer()
+    tokenizer = copy.deepcopy(character_tokenizer())  # which all tests share
     tokenizer.chat_template = (
         "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('alternate') }}{% endif %}{{ m['content'] }}{% endfor %}"

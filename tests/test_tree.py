@@ -450,6 +450,9 @@ class TreeDrafter:
     def outlook(self, state):
         return [0] * state.batch
 
+    def catch_up(self, state):
+        pass
+
     def observe(self, state):
         pass
 

@@ -49,6 +49,7 @@ class Source:
         width: columns of the pass that its drafts take, however many of them stand (`Draft.is_whole`); 0: as many as it
             drafts, and those beside them.
         is_one_step: all drafts of a round come of one step: the first costs it, the others nothing.
+        reads_texts: it has to read all of the texts before its first draft.
     """
 
     most: int
@@ -58,6 +59,7 @@ class Source:
     num_siblings: int = 0
     width: int = 0
     is_one_step: bool = False
+    reads_texts: bool = False
 
     def steps(self, drafts: int) -> int:
         """In how many steps so many drafts are made."""
@@ -327,8 +329,8 @@ class WorthIt:
         return [[row[min(k, len(row) - 1)] for row in rows] for k in range(max(map(len, rows)))]
 
     def _is_hope(self, lengths: Mapping[str, int]) -> bool:
-        """Whether these drafts cost time, and come of sources of which nothing is known yet in any row."""
-        tried = [name for name, length in lengths.items() if length and self.sources[name].cost_ratio]
+        """Whether these drafts are of sources that have to read first, and of which nothing is known yet in any row."""
+        tried = [name for name, length in lengths.items() if length and self.sources[name].reads_texts]
         return bool(tried) and not any(record.rounds for name in tried for record in self._records[name])
 
     def _columns_beside(self, name: str) -> float:
