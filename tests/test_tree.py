@@ -458,7 +458,7 @@ class TreeDrafter:
 
     def propose(self, state, limits, goes_on=None):
         trees, lengths = [], []
-        for number, length, limit in zip(state.numbers, state.lengths, limits, strict=True):
+        for row, (number, length, limit) in enumerate(zip(state.numbers, state.lengths, limits, strict=True)):
             tree, depths, chain = [], [0], self.rng.randint(min(1, limit), limit)
             own = self.rows[number][length : length + limit]
             right = {0: 0}  # places of the pass on the row's own path, and their depths
@@ -477,6 +477,8 @@ class TreeDrafter:
                 depths.append(depth + 1)
             trees.append(tree)
             lengths.append(chain)
+            for index, node in enumerate(tree[:chain]):  # where nothing beside it is worth it, the chain is read there
+                state.token_ids[row, length + index] = node.token_id
         return tree_draft(trees, lengths, state.token_ids.device)
 
 
