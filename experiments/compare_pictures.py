@@ -12,7 +12,7 @@ from layerskip.search.report.drawing import BLUE, GREEN, INK, MUTED, ORANGE, Dra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Picture", "hang"]
+__all__ = ["Picture", "files_of", "hang"]
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -29,6 +29,15 @@ class Picture:
     title: str
     caption: str
     drawing: Drawing | None
+
+
+def files_of(pictures: Sequence[Picture]) -> dict[str, bytes]:
+    """The drawings as files, by name."""
+    files = {}
+    for picture in pictures:
+        if picture.drawing is not None:
+            files |= {f"{picture.name}.svg": picture.drawing.svg, f"{picture.name}.png": picture.drawing.png}
+    return files
 
 
 def hang(document: Document) -> list[Picture]:

@@ -11,9 +11,9 @@ from jinja2 import Environment, StrictUndefined
 
 from experiments.compare_arms import PLAIN
 from experiments.compare_figures import figures_of
-from experiments.compare_pictures import Picture, hang
+from experiments.compare_pictures import Picture, files_of, hang
 from experiments.compare_tables import Table, as_markdown, facts, interval, tables_of
-from experiments.run_lines import LINES, read_lines
+from experiments.run_lines import LINES, read_lines, write_beside
 from layerskip.errors import InputError
 from layerskip.search.report.page import page_style
 
@@ -38,19 +38,8 @@ def write_report(folder: Path) -> dict[str, Any]:
         raise InputError(f"got {folder}, whose {LINES} has no line; expected those of a comparison. Begin it again.")
     document = figures_of(lines)
     pictures, tables = hang(document), tables_of(document)
-    try:
-        for picture in pictures:
-            if picture.drawing is not None:
-                (folder / f"{picture.name}.svg").write_bytes(picture.drawing.svg)
-                (folder / f"{picture.name}.png").write_bytes(picture.drawing.png)
-        _write_answers(lines, folder / ANSWERS)
-        (folder / MARKDOWN).write_text(_markdown(document, tables), encoding="utf-8")
-        (folder / PAGE).write_text(_page(document, pictures, tables), encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"got the folder {folder}, into which no report can be written: {error.strerror or error}. Copy its "
-            f"{LINES} to one that can be written to."
-        ) from error
+    texts = {MARKDOWN: _markdown(document, tables), PAGE: _page(document, pictures, tables)}
+    write_beside(folder, {**files_of(pictures), **_answers(lines), **texts})
     return document
 
 
@@ -114,17 +103,19 @@ def _protocol(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _write_answers(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def _answers(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """A file for each arm, in Spec-Bench's format: the first repeat's answers, a line a question."""
-    folder.mkdir(exist_ok=True)
     answers: dict[str, dict[str, dict[str, Any]]] = {line["arm"]: {} for line in lines if line["kind"] == "arm"}
     for line in lines:
         if line["kind"] == "run" and line["split"] == "report" and line["repeat"] == 0 and line["error"] is None:
             empty = {"question_id": line["question"], "category": line["category"], "turns": []}
             answers[line["arm"]].setdefault(line["question"], empty)["turns"].append(line["text"])
-    for name, own in answers.items():
-        text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in own.values())
-        (folder / f"{name.replace(', ', '-')}.jsonl").write_text(text, encoding="utf-8")
+    return {
+        f"{ANSWERS}/{name.replace(', ', '-')}.jsonl": "".join(
+            json.dumps(each, ensure_ascii=False) + "\n" for each in own.values()
+        )
+        for name, own in answers.items()
+    }
 
 
 def compare_answers(first: Path, second: Path) -> str:

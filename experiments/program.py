@@ -1,13 +1,18 @@
-"""How a program of this folder ends: an error that the project words itself is one line and exit code 2."""
+"""What the programs of this folder share: an argument's type, and how they end.
+
+An error that the project words itself is one line and exit code 2.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 from layerskip.errors import LayerSkipError
 
-__all__ = ["exit_code"]
+__all__ = ["amount", "exit_code"]
 
 
 def exit_code(run: Callable[[], None], shorter: str, kept: str = "nothing was written") -> int:
@@ -26,3 +31,18 @@ def exit_code(run: Callable[[], None], shorter: str, kept: str = "nothing was wr
         print(f"interrupted: {kept}; {shorter} make it shorter.", file=sys.stderr)
         return 130
     return 0
+
+
+def amount(text: str) -> float:
+    """An argument that is a number from 0.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"got {text!r}; expected a number from 0")
+    return value

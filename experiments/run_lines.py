@@ -19,7 +19,7 @@ from experiments.arms import Run
 from layerskip import DecodeStats
 from layerskip.errors import InputError
 
-__all__ = ["LINES", "RUN_KEY", "RunLog", "read_lines", "run_of", "run_to_dict"]
+__all__ = ["LINES", "RUN_KEY", "RunLog", "read_lines", "run_of", "run_to_dict", "write_beside"]
 
 LINES = "runs.jsonl"
 RUN_KEY = ("arm", "split", "question", "turn", "repeat")
@@ -160,3 +160,21 @@ def run_of(line: Mapping[str, Any]) -> Run:
     content = {name: line[name] for name in ("first_s", "decode_s", "decoded", "passes", "call_s")}
     stats = None if line["stats"] is None else DecodeStats(**line["stats"])
     return Run(tokens=[line["tokens"]], stats=stats, **content)
+
+
+def write_beside(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Write what is made of the lines in `folder` beside them, by name.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        for name, content in files.items():
+            file = folder / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise InputError(
+            f"got the folder {folder}, into which no report can be written: {error.strerror or error}. Copy its "
+            f"{LINES} to one that can be written to."
+        ) from error

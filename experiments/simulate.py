@@ -17,7 +17,6 @@ Prints a Markdown table, and as its last line one JSON document, which is also a
 from __future__ import annotations
 
 import json
-import math
 import sys
 from argparse import ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 import layerskip
 from experiments.conditions import conditions, program_conditions
-from experiments.program import exit_code
+from experiments.program import amount, exit_code
 from experiments.report import append
 from experiments.roofline import ACCELERATORS, Hardware, read_hardware
 from experiments.roofline_draft import MOST_ROWS, Draft, paying_batches, simulate
@@ -310,16 +309,6 @@ def _rates(text: str) -> tuple[float, ...]:
     return rates
 
 
-def _cost(text: str) -> float:
-    try:
-        cost = float(text)
-    except ValueError:
-        cost = math.nan
-    if not 0 <= cost < math.inf:
-        raise ArgumentTypeError(f"got {text!r}; expected a number from 0")
-    return cost
-
-
 def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(prog="python -m experiments.simulate", description=__doc__)
     parser.formatter_class = RawDescriptionHelpFormatter
@@ -333,7 +322,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     for sub_block in ("attention", "mlp"):
         add(f"--skip-{sub_block}", type=layer_numbers, metavar="LAYERS", help="draft without these, such as 3,5,7-9")
     add("--plan", metavar="FILE", help="draft by this plan")
-    add("--draft-cost", type=_cost, metavar="C", help="of drafting a token, in plain steps; 0: drafts are looked up")
+    add("--draft-cost", type=amount, metavar="C", help="of drafting a token, in plain steps; 0: drafts are looked up")
     add("--draft-ids", type=positive, metavar="N", help="ids that a draft scores")
     add("--acceptance", type=_rates, metavar="A", help="of a draft, one number or by offset: 0.8,0.7")
     add("--longest", type=positive, default=8, metavar="K", help="drafts a round, at most (%(default)s)")

@@ -16,9 +16,8 @@ beside measured) and sweep.md are made. An arm that fails at a value, and a valu
 
 from __future__ import annotations
 
-import math
 import sys
-from argparse import ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from experiments.arm_rows import ArmRow, Workshop, name_of
 from experiments.compare import add_arm_options, given_settings, plan_digest, plans_of, setting
 from experiments.compare_arms import ARMS, PLAIN
 from experiments.conditions import conditions
-from experiments.program import exit_code
+from experiments.program import amount, exit_code
 from experiments.questions import read_questions
 from experiments.run_lines import RunLog
 from experiments.subjects import RANDOM, Subject, device_of
@@ -157,16 +156,6 @@ def _source(options: Namespace, shop: Workshop) -> tuple[Prompts, list[str]]:
     return Texts(questions, shop.model.tokenizer, most, options.raw), [repr(each) for each in questions]
 
 
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"got {text!r}; expected a number from 0")
-    return value
-
-
 def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(prog="python -m experiments.sweep", description=__doc__)
     parser.formatter_class = RawDescriptionHelpFormatter
@@ -179,14 +168,14 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     add_arm_options(parser)
     add("--batch", type=positive, help="rows decoded at once, where that is not swept (default: 1)")
     add("--context", type=positive, help="tokens of each prompt, where that is not swept (default: as they are)")
-    add("--temperature", type=_amount, help="where that is not swept (default: 0, greedy)")
+    add("--temperature", type=amount, help="where that is not swept (default: 0, greedy)")
     add("--governor", choices=("measured", "fixed", "off"), help="of our arms (default: measured)")
-    add("--agreement", type=_amount, help="from 0 to 1, planted into random weights behind --exit, or their half")
+    add("--agreement", type=amount, help="from 0 to 1, planted into random weights behind --exit, or their half")
     add("--set", type=setting, action="append", default=[], metavar="ARM.NAME=VALUE", help="a setting of an arm")
     add("--prompts", type=positive, default=3, help="calls of different prompts at each value (%(default)s)")
     add("--repeats", type=positive, default=2, help="of each of them (%(default)s)")
     add("--new-tokens", type=positive, default=128)
-    add("--budget", type=_amount, metavar="SECONDS", help="of a value, all told; what takes longer is cut or left out")
+    add("--budget", type=amount, metavar="SECONDS", help="of a value, all told; what takes longer is cut or left out")
     add("--raw", action="store_true", help="prompts as they are, not as a chat")
     add("--dtype", default="bfloat16")
     add("--device", default="cpu")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.compare_arms import PLAIN
+from experiments.compare_pictures import files_of
 from experiments.compare_tables import Table, as_markdown, facts
 from experiments.report import number
-from experiments.run_lines import LINES, read_lines
+from experiments.run_lines import LINES, read_lines, write_beside
 from experiments.sweep_figures import figures_of
 from experiments.sweep_kinds import KINDS
 from experiments.sweep_pictures import hang, predictions
@@ -37,17 +38,7 @@ def write_report(folder: Path) -> dict[str, Any]:
     if not lines:
         raise InputError(f"got {folder}, whose {LINES} has no line; expected those of a sweep. Begin it again.")
     document = figures_of(lines)
-    try:
-        for picture in hang(document):
-            if picture.drawing is not None:
-                (folder / f"{picture.name}.svg").write_bytes(picture.drawing.svg)
-                (folder / f"{picture.name}.png").write_bytes(picture.drawing.png)
-        (folder / MARKDOWN).write_text(_markdown(document), encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"got the folder {folder}, into which no report can be written: {error.strerror or error}. Copy its "
-            f"{LINES} to one that can be written to."
-        ) from error
+    write_beside(folder, {**files_of(hang(document)), MARKDOWN: _markdown(document)})
     return document
 
 

@@ -1,8 +1,11 @@
 """Small trainings for tests: settings, texts at random, and a model that may be spoilt."""
 
 import copy
+import signal
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
 
 import layerskip
@@ -51,3 +54,14 @@ class WrappedLinear(torch.nn.Module):
 
     def forward(self, inputs):
         return 2 * self.inner(inputs)
+
+
+@contextmanager
+def interrupted(at):
+    """A `progress` that does behind step `at` what Ctrl-C does; the training in the block is to end by it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield lambda step, *_: signal.raise_signal(signal.SIGINT) if step == at else None
+    finally:
+        signal.signal(signal.SIGINT, before)

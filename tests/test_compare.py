@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -73,12 +72,6 @@ def compared(place, tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.fixture
-def module_of(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"experiments.{name}")
-
-
-@pytest.fixture
 def compare(module_of, place, tmp_path):
     """Compare here, in a new folder; the exit code and the folder."""
 
@@ -90,28 +83,6 @@ def compare(module_of, place, tmp_path):
             return exit.code, out
 
     return call
-
-
-@pytest.fixture
-def extra_arm(module_of, monkeypatch):
-    """Put an arm into the table whose calls do what a function says before they decode plainly."""
-
-    def put(before, name="extra", grid=({},)):
-        rows, arms = module_of("compare_arms"), module_of("arms")
-
-        def make(shop, name, settings):
-            plain = arms.our_arm(name, shop.model, None)
-
-            def call(prompts, new_tokens):
-                before(prompts, new_tokens)
-                return plain.call(prompts, new_tokens)
-
-            return arms.Arm(name, call, {"plan": None})
-
-        row = module_of("arm_rows").ArmRow("of the test", make, grid)
-        monkeypatch.setitem(rows.ARMS, name, row)
-
-    return put
 
 
 def lines_of(folder: Path) -> list[dict]:

@@ -1,6 +1,5 @@
 """Experiments run to their end on a tiny checkpoint, and their last line is a result that says how it came about."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -89,13 +88,6 @@ def test_no_tokens_to_compare(run):
 def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"experiments.{name}", "--threads", "1", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.fixture
-def module_of(monkeypatch):
-    """A module of the folder, imported here; the root is off the path where the package is installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"experiments.{name}")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The roofline simulation: cases computed by hand, what must rise or fall, experts, the fit, and the program itself."""
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,6 @@ from layerskip.speedup import batch_verify_cost
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def module_of(monkeypatch):
-    """A module of the folder; the root is off the path where the package is installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"experiments.{name}")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import signal
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from layerskip.training import DraftModelSettings, TrainingTexts, train_draft_mo
 from layerskip.training.cutting import cut_config, spread_layers, with_layers
 from layerskip.training.draft_model import _run
 from layerskip.training.folder import CHECKPOINT, STATE
-from tests.small_training import WrappedLinear, some_texts
+from tests.small_training import WrappedLinear, interrupted, some_texts
 from tests.tiny_models import FAMILY_NAMES, NUM_LAYERS, prompt, tiny_model
 from tests.toy_tokenizer import character_tokenizer
 
@@ -132,17 +131,8 @@ def test_agreement_rises_and_is_what_drafting_finds(model, tmp_path):
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_interrupted_and_resumed_equals_uninterrupted(model, tmp_path, at):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def interrupt(step, steps, point):
-        if step == at:
-            signal.raise_signal(signal.SIGINT)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train_draft_model(model, some_texts(), tmp_path / "two", SHORT, progress=interrupt)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interrupted(at) as progress:
+        train_draft_model(model, some_texts(), tmp_path / "two", SHORT, progress=progress)
     assert not (tmp_path / "two" / "config.json").exists()
     assert torch.load(tmp_path / "two" / STATE / CHECKPOINT, weights_only=True)["step"] == at
     with pytest.raises(SettingError, match="--resume"):

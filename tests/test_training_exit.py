@@ -21,7 +21,7 @@ from layerskip.training.exit import _run
 from layerskip.training.folder import CHECKPOINT
 from layerskip.training.loop import Schedule
 from layerskip.training.teacher import Teacher
-from tests.small_training import WrappedLinear
+from tests.small_training import WrappedLinear, interrupted
 from tests.tiny_models import NUM_LAYERS, tiny_model
 
 SMALL = ExitSettings(
@@ -201,17 +201,8 @@ def test_regression_brings_what_a_path_puts_out_closer_to_the_models_states(mode
 @pytest.mark.parametrize("at", [1, 7, 13])
 def test_interrupted_and_resumed_equals_uninterrupted(model, texts, tmp_path, at, kept):
     settings = dataclasses.replace(SMALL, kept_state_bytes=kept, exit_layer=1, state_weight=1.0)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def interrupt(step, steps, point):
-        if step == at:
-            signal.raise_signal(signal.SIGINT)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train_exit(model, texts, tmp_path / "two", settings, progress=interrupt)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interrupted(at) as progress:
+        train_exit(model, texts, tmp_path / "two", settings, progress=progress)
     assert not (tmp_path / "two" / "adapter.safetensors").exists()
     assert torch.load(tmp_path / "two" / CHECKPOINT, weights_only=True)["step"] == at
     first = train_exit(model, texts, tmp_path / "two", settings, resume=True)
