@@ -297,12 +297,12 @@ class TestCostsOfSeveralRows:
     def test_they_decode_plainly_first(self):
         costs = self.measured(8, [])
         assert costs.lacks_plain()
-        assert self.measured(8, [(1, 1.0)]).lacks_plain() and not self.measured(8, [(1, 1.0)] * 2).lacks_plain()
+        assert self.measured(8, [(1, 1.0)] * 3).lacks_plain() and not self.measured(8, [(1, 1.0)] * 4).lacks_plain()
         assert not self.measured(1, []).lacks_plain()
 
     def test_then_they_measure_what_a_wider_pass_costs(self):
         """Before a drafter has read anything; where that costs too much for any draft, nobody drafts."""
-        costs = self.measured(8, [(1, 1.0)] * 2)
+        costs = self.measured(8, [(1, 1.0)] * 4)
         governor = WorthIt({"self": Source(4, 0.1)}, costs, 8)
         for _ in range(2):
             decision = governor.decide([9] * 8, {"self": [0] * 8})
@@ -313,7 +313,7 @@ class TestCostsOfSeveralRows:
         assert not self.measured(1, [(1, 1.0)] * 9).lacks_wider()
 
     def test_nothing_is_measured_for_drafts_that_there_cannot_be(self):
-        governor = WorthIt({"self": Source(4, 0.1)}, self.measured(8, [(1, 1.0)] * 2), 8)
+        governor = WorthIt({"self": Source(4, 0.1)}, self.measured(8, [(1, 1.0)] * 4), 8)
         assert governor.decide([9] * 8, {"self": [None] * 8}).padding == 0
         assert governor.decide([0] * 8, {"self": [0] * 8}).padding == 0
 
@@ -321,7 +321,7 @@ class TestCostsOfSeveralRows:
         """Several rows have to be read for it; what has been tried needs to gain, no more."""
         for ratio, drafts in ((0.3, 1), (0.6, 0)):  # 1.8 tokens for 1.4, and for 1.7 plain steps
             costs = MeasuredCosts({"self": ratio}, 8)
-            for width, seconds in ((1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1)):
+            for width, seconds in (*[(1, 1.0)] * 4, (2, 1.1), (2, 1.1)):
                 costs.note_verify(width, seconds)
             governor = WorthIt({"self": Source(1, ratio, reads_texts=True)}, costs, 8)
             decision = governor.decide([9] * 8, {"self": [0] * 8})
@@ -329,8 +329,13 @@ class TestCostsOfSeveralRows:
             governor.learn(Decision({"self": [1] * 8}, {"self": [0] * 8}), {"self": draft_of([1] * 8)}, [1] * 8)
             assert governor.decide([9] * 8, {"self": [0] * 8}).limits["self"] == [1] * 8
 
+    def test_a_slow_first_step_makes_no_wider_pass_look_cheap(self):
+        """As behind a long prompt; a draft is then not worth what it would be beside such steps."""
+        costs = self.measured(8, [(1, 2.0), *[(1, 1.0)] * 3, (2, 1.5), (2, 1.5)])
+        assert costs.verify(2) > 1.3 * costs.verify(1)
+
     def test_fewer_rows_take_one_look(self):
-        costs = self.measured(8, [(1, 1.0), (1, 1.0), (2, 2.0), (2, 2.0)])
+        costs = self.measured(8, [*[(1, 1.0)] * 4, (2, 2.0), (2, 2.0)])
         costs.note_rows(4)
         for _ in range(2):
             assert costs.lacks_plain()
@@ -340,7 +345,7 @@ class TestCostsOfSeveralRows:
         assert not costs.lacks_wider()
 
     def test_it_is_measured_again_now_and_then(self):
-        costs = self.measured(8, [(1, 1.0), (1, 1.0), (2, 2.1), (2, 2.1), *[(1, 1.0)] * 127])
+        costs = self.measured(8, [*[(1, 1.0)] * 4, (2, 2.1), (2, 2.1), *[(1, 1.0)] * 127])
         assert not costs.lacks_wider()
         costs.note_verify(1, 1.0)
         assert costs.lacks_wider()

@@ -20,7 +20,9 @@ __all__ = ["CostRatios", "Costs", "FixedCosts", "MeasuredCosts"]
 VERIFY_SLOPE = 0.02  # of a plain step for each further token, until measured; SmolLM2 on CPU: 0.01 to 0.03
 _SLOPE_WEIGHT = 2  # of the slope above, in measurements of any width
 _PRIOR_WEIGHT = 3  # of what the slope says of a width, in measurements of that width
-_FIRST_STEPS = 2  # plain ones, then as many wider ones, before several rows draft
+# Plain steps, then wider ones, before several rows draft. The first plain one behind a long prompt may be slow, by which
+# wider passes would look cheap for long: a median of four bears that. A slow wider one does no harm.
+_FIRST_PLAIN, _FIRST_WIDER = 4, 2
 _LONGEST_WITHOUT = 128  # rounds, before a plain step, or with several rows a wider one, is measured again
 _LONG_WINDOW = 36  # the same of ratios, which move less: a slower machine is not to be taken for dearer passes
 _WINDOW = 9  # measurements whose median counts: long enough to outvote a hiccup, short enough to follow the machine
@@ -144,7 +146,7 @@ class MeasuredCosts:
             rows: that are decoded at once.
         """
         self._draft_ratios = draft_ratios
-        self._measured_rows, self._wider_wanted = rows, _FIRST_STEPS
+        self._measured_rows, self._plain_wanted, self._wider_wanted = rows, _FIRST_PLAIN, _FIRST_WIDER
         self._forget()
 
     def _forget(self) -> None:
@@ -193,12 +195,13 @@ class MeasuredCosts:
     def note_rows(self, rows: int) -> None:
         """See `Costs.note_rows`: what was measured with twice as many is not remembered."""
         if 2 * rows <= self._measured_rows:
-            self._measured_rows, self._wider_wanted = rows, 1  # there may be few rounds left to pay for another
+            # There may be few rounds left to pay for more.
+            self._measured_rows, self._plain_wanted, self._wider_wanted = rows, 2, 1
             self._forget()
 
     def lacks_plain(self) -> bool:
         """When it was not measured in the first rounds, or not for long: without it no loss can be noticed."""
-        if self._measured_rows > 1 and self._plain_steps < _FIRST_STEPS:
+        if self._measured_rows > 1 and self._plain_steps < self._plain_wanted:
             return True
         return self._rounds_without_plain >= (_LONGEST_WITHOUT if self._plain_steps else 3)
 
