@@ -17,6 +17,7 @@ import layerskip
 from experiments.arms import GREEDY, Arm
 from experiments.subjects import Subject
 from layerskip.errors import SettingError
+from layerskip.models.families import geometry_of
 from layerskip.models.loading import quiet
 
 __all__ = ["ArmRow", "Preparation", "Settings", "Workshop", "name_of"]
@@ -30,11 +31,13 @@ class Preparation:
 
     Attributes:
         weights_bytes: beside the model's own.
+        cache_bytes_per_token: likewise; None: not known.
         cost: how it was searched or trained, as its plan says; empty: nothing was.
         predicted_speedup: that its search or training promised; None: it promised none.
     """
 
     weights_bytes: int = 0
+    cache_bytes_per_token: int | None = 0
     cost: dict[str, Any] = field(default_factory=dict)
     predicted_speedup: float | None = None
 
@@ -74,6 +77,13 @@ class Workshop:
     def hf_draft_bytes(self) -> int:
         """Of the draft model's weights, as transformers holds them."""
         return sum(each.numel() * each.element_size() for each in self.hf_draft_model.parameters())
+
+    @property
+    def hf_draft_cache_bytes(self) -> int:
+        """Of the draft model's cache, for each token."""
+        geometry = geometry_of(self.hf_draft_model.config)
+        entries = 2 * geometry.num_layers * geometry.kv_heads * geometry.head_dim
+        return entries * self.subject.dtype.itemsize
 
     @property
     def exit_layer(self) -> int:

@@ -34,15 +34,15 @@ from experiments.compare_report import MARKDOWN, PAGE, compare_answers, write_re
 from experiments.comparing import Comparison
 from experiments.conditions import conditions
 from experiments.program import exit_code
-from experiments.questions import HUMAN_EVAL, Question, evenly, read_questions, split, spread
+from experiments.questions import HUMAN_EVAL, Question, read_questions, split, spread
 from experiments.run_lines import RunLog
 from experiments.subjects import Subject, device_of
 from layerskip.cli.parser import Parser, positive
-from layerskip.errors import SettingError, did_you_mean
+from layerskip.errors import InputError, SettingError, did_you_mean
 from layerskip.models.loading import parse_dtype
 from layerskip.models.synthetic import GEOMETRIES
 
-__all__ = ["add_arm_options", "given_settings", "main", "plan_digest", "plans_of", "setting"]
+__all__ = ["add_arm_options", "draft_model_digest", "given_settings", "main", "plan_digest", "plans_of", "setting"]
 
 RECORDED = ("new_tokens", "repeats", "per_category", "tuning_questions", "temperature", "governor", "raw", "exit")
 
@@ -83,7 +83,7 @@ def _compare(options: Namespace) -> None:
     subject = Subject(options.model, dtype, device_of(options.device))
     questions = read_questions(options.data)
     report, tuning = split(questions)
-    report, tuning = spread(report, options.per_category), evenly(spread(tuning, 1), options.tuning_questions)
+    report, tuning = spread(report, options.per_category), _to_tune_on(tuning, options.tuning_questions)
     rows = _rows(options)
     shop = Workshop(
         subject,
@@ -107,6 +107,20 @@ def _compare(options: Namespace) -> None:
         comparison.run(_described(options, rows, given, shop, questions))
 
 
+def _to_tune_on(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """So many of the questions, as evenly over the categories as can be; None: one of each.
+
+    Raises:
+        SettingError: there are fewer.
+    """
+    if count is not None and count > len(questions):
+        raise SettingError(
+            f"got --tuning-questions {count}, and every other question of each category, which are those to tune on, "
+            f"are {len(questions)}; expected at most as many."
+        )
+    return spread(questions, 1) if count is None else spread(questions, None)[:count]
+
+
 def _described(options: Namespace, rows: Mapping[str, ArmRow], given: Mapping[str, Any], shop: Workshop,
                questions: Sequence[Question]) -> dict[str, Any]:  # fmt: skip
     """All that says what is compared, without the machine's own paths."""
@@ -119,7 +133,7 @@ def _described(options: Namespace, rows: Mapping[str, ArmRow], given: Mapping[st
         "arms": list(rows),
         "settings": given,
         "plans": plans,
-        "draft_model": name_of(options.draft_model),
+        "draft_model": draft_model_digest(options.draft_model),
         **{name: getattr(options, name) for name in RECORDED},
     }
 
@@ -127,7 +141,26 @@ def _described(options: Namespace, rows: Mapping[str, ArmRow], given: Mapping[st
 def plan_digest(plan: layerskip.DraftPlan) -> str:
     """What tells plans apart, without the machine's own paths."""
     fields = {name: value for name, value in vars(plan).items() if name not in ("provenance", "target", "adapter")}
-    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+    trained = None if plan.adapter is None else file_digest(Path(plan.adapter))
+    return hashlib.sha256(repr((sorted(fields.items()), trained)).encode()).hexdigest()[:16]
+
+
+def draft_model_digest(path: str | None) -> str | None:
+    """What tells draft models apart: the name and, of a folder, what its weights are."""
+    if path is None or not Path(path).is_dir():
+        return path
+    return " ".join([Path(path).name, *map(file_digest, sorted(Path(path).glob("*.safetensors")))])
+
+
+def file_digest(file: Path) -> str:
+    """Of a file's content."""
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise InputError(
+            f"got the weights {str(file)!r}, which cannot be read: {error.strerror or error}. Restore the file."
+        ) from error
 
 
 def _rows(options: Namespace) -> dict[str, ArmRow]:

@@ -11,6 +11,7 @@ import layerskip
 from experiments.arm_rows import ArmRow, Preparation, Settings, Workshop
 from experiments.arms import Arm, our_arm
 from experiments.outside_arms import OUTSIDE
+from layerskip.memory import new_cache
 from layerskip.plan import DEFAULT_LOOKUP_TOKENS
 
 __all__ = ["ARMS", "PLAIN", "PLAN_FILES", "plan_preparation"]
@@ -23,6 +24,8 @@ PLAN_FILES = {
     "medusa": "such a file of trained heads",
 }
 COMBINED_OF = ("plan", "trained", "exit")  # what lookup is combined with: the first of these that is given
+
+_POSITIONS = 256  # of a cache that is measured
 
 Planner = Callable[[Workshop], layerskip.DraftPlan | None]
 
@@ -49,11 +52,15 @@ def _ours(what: str, plan_of: Planner, grid: tuple[dict[str, Any], ...] = (), ne
 def plan_preparation(model: layerskip.Model, plan: layerskip.DraftPlan) -> Preparation:
     """The weights that `plan` needs beside the model's, and what its provenance says that it cost."""
     provenance, size = plan.provenance, model.decoder.dtype.itemsize
-    weights_bytes = 0
+    weights_bytes, cache_bytes = 0, 0
     if plan.adapter is not None:
-        weights_bytes = model.adapter(plan).num_parameters * size
+        adapter = model.adapter(plan)
+        weights_bytes = adapter.num_parameters * size
+        with_it, without = (new_cache(model.decoder, 1, _POSITIONS, each).nbytes for each in (adapter, None))
+        cache_bytes = (with_it - without) // _POSITIONS
     elif plan.draft_model is not None:
-        weights_bytes = model.draft_model(plan).inspection.parameters * size
+        inspection = model.draft_model(plan).inspection
+        weights_bytes, cache_bytes = inspection.parameters * size, inspection.kv_bytes_per_token
     training = (provenance.get("trained") or {}).get("training", provenance)  # a search may have taken a trained path
     settings = training.get("settings")
     found = {
@@ -65,6 +72,7 @@ def plan_preparation(model: layerskip.Model, plan: layerskip.DraftPlan) -> Prepa
     held_out = (provenance.get("held_out") or {}).get("predicted_speedup") or {}
     return Preparation(
         weights_bytes,
+        cache_bytes,
         {name: value for name, value in found.items() if value is not None},
         held_out.get("value", provenance.get("predicted_speedup")),
     )

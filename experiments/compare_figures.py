@@ -2,6 +2,7 @@
 
 Speeds are compared turn by turn and repeat by repeat with plain decoding of the same text; a question's figure is the
 median of its ratios, a task's the geometric mean over its questions, and the whole's the geometric mean over tasks.
+Of an interrupted comparison those turns count that all arms have answered.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def figures_of(lines: Sequence[Line]) -> dict[str, Any]:
     """The figures of a comparison, as JSON values.
 
     Raises:
-        InputError: plain decoding was not run, or an arm that did not fail has not answered all that plain has.
+        InputError: plain decoding was not run, or an arm that did not fail has not answered all that plain has, or
+            nothing of it yet.
     """
     made = {line["arm"]: line for line in lines if line["kind"] == "arm"}
     runs: dict[str, dict[Key, tuple[Line, Run]]] = {name: {} for name in made}
@@ -41,17 +43,20 @@ def figures_of(lines: Sequence[Line]) -> dict[str, Any]:
                 failed[line["arm"]] = f"{line['error']} (question {line['question']})"
             else:
                 runs[line["arm"]][(line["question"], line["turn"], line["repeat"])] = (line, run_of(line))
+    is_whole = any(line["kind"] == "end" for line in lines)
+    if not is_whole:
+        runs = _answered_by_all(runs, failed)
     plain = runs.get(PLAIN)
     if not plain:
         raise InputError(
-            "got lines without a run of plain decoding, by which all arms are measured; expected some. Go on with "
-            "--resume."
+            "got lines without a turn that plain decoding, by which all arms are measured, and all others have "
+            "answered; expected one. Go on with --resume."
         )
     for name, own in runs.items():
         if name not in failed and own.keys() != plain.keys():
             raise InputError(
                 f"got {len(own)} answers of {name} and {len(plain)} of {PLAIN}; expected one for each of the same "
-                "prompts. The comparison was interrupted: finish it with --resume."
+                "prompts. Lines are lost: compare anew."
             )
     begin, partings = lines[0], [line for line in lines if line["kind"] == "parting"]
     categories = {key[0]: str(line["category"]) for key, (line, _) in plain.items()}
@@ -65,7 +70,8 @@ def figures_of(lines: Sequence[Line]) -> dict[str, Any]:
         "conditions": begin["conditions"],
         "options": begin["options"],
         "model": begin["model"],
-        "questions": {split: len(ids) for split, ids in begin["split"].items()},
+        "questions": {split: len(ids) for split, ids in begin["split"].items()} | {"answered": len(categories)},
+        "is_whole": is_whole,
         "tasks": list(dict.fromkeys(map(task_of, categories.values()))),
         "categories": list(dict.fromkeys(categories.values())),
         "arms": rows,
@@ -73,6 +79,12 @@ def figures_of(lines: Sequence[Line]) -> dict[str, Any]:
         "left_out": [_without_conditions(line) for line in lines if line["kind"] == "left_out"],
         "peak_tokens": made[PLAIN].get("peak_tokens"),
     }
+
+
+def _answered_by_all(runs: Mapping[str, Runs], failed: Mapping[str, str]) -> dict[str, dict[Key, tuple[Line, Run]]]:
+    """The runs of those turns that every arm has answered which has not failed."""
+    answered = set(runs.get(PLAIN, ())).intersection(*(own for name, own in runs.items() if name not in failed))
+    return {name: {key: run for key, run in own.items() if key in answered} for name, own in runs.items()}
 
 
 def _without_conditions(line: Line) -> dict[str, Any]:
@@ -159,7 +171,7 @@ def _predicted(timed: Mapping[Key, Run], plain: Runs, keep: bool = False) -> lis
     pairs: list[Any] = []
     for key, run in timed.items():
         base, pair = plain[key][1], None
-        if run.stats is not None and run.stats.proposed:
+        if run.stats is not None and run.stats.proposed and not run.stats.recording_s:
             pair = (run.stats.predicted_speedup(base.decode_s / base.decoded), run.tokens_per_s / base.tokens_per_s)
         if keep or pair is not None:
             pairs.append(pair)

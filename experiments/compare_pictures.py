@@ -82,9 +82,11 @@ def _speedups(rows: Sequence[Row]) -> Figure | None:
     axes = figure.subplots()
     for place, row in enumerate(reversed(rows)):
         mean, colour = row["speedup"], BLUE if is_ours(row) else ORANGE
-        axes.plot([mean["low"], mean["high"]], [place, place], color=colour, linewidth=2.5, solid_capstyle="butt")
+        if mean["low"] is not None:
+            axes.plot([mean["low"], mean["high"]], [place, place], color=colour, linewidth=2.5, solid_capstyle="butt")
         axes.plot([mean["value"]], [place], "o", color=colour, markersize=7)
-        axes.annotate(f"{mean['value']:.2f}", (mean["high"], place), (6, 0), textcoords="offset points", va="center",
+        end = mean["value"] if mean["high"] is None else mean["high"]
+        axes.annotate(f"{mean['value']:.2f}", (end, place), (6, 0), textcoords="offset points", va="center",
                       fontsize=9, color=INK)  # fmt: skip
     axes.axvline(1.0, color=MUTED, linewidth=1.0)
     axes.set_yticks(range(len(rows)), [row["arm"] for row in reversed(rows)])

@@ -12,7 +12,8 @@ from jinja2 import Environment, StrictUndefined
 from experiments.compare_arms import PLAIN
 from experiments.compare_figures import figures_of
 from experiments.compare_pictures import Picture, files_of, hang
-from experiments.compare_tables import Table, as_markdown, facts, interval, tables_of
+from experiments.compare_tables import Table, as_markdown, facts, interval, selected, tables_of
+from experiments.comparing import TUNED
 from experiments.run_lines import LINES, read_lines, write_beside
 from layerskip.errors import InputError
 from layerskip.search.report.page import page_style
@@ -50,7 +51,7 @@ def _page(document: Mapping[str, Any], pictures: Sequence[Picture], tables: Sequ
         style=page_style(),
         title=_title(document),
         lead=_lead(document),
-        tone="good" if best is not None and best["speedup"]["low"] > 1 else "open",
+        tone="good" if best is not None and (best["speedup"]["low"] or 0) > 1 else "open",
         protocol=_protocol(document),
         pictures=pictures,
         tables=tables,
@@ -71,8 +72,8 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _best(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    rows = [row for row in document["arms"] if row["error"] is None and row["speedup"] and row["arm"] != PLAIN]
-    return max(rows, key=lambda row: float(row["speedup"]["value"]), default=None)
+    rows = (row for row in selected(document) if row["error"] is None and row["speedup"] and row["arm"] != PLAIN)
+    return next(rows, None)
 
 
 def _lead(document: Mapping[str, Any]) -> str:
@@ -81,7 +82,8 @@ def _lead(document: Mapping[str, Any]) -> str:
     said = "No arm beside plain decoding has answers long enough to be timed."
     if best is not None:
         said = f"The fastest is {best['arm']}: {interval(best['speedup'])} times as fast as plain decoding here."
-        greedy = next((row for row in document["arms"] if row["arm"] == "hf-greedy" and row["speedup"]), None)
+        theirs = (row for row in selected(document) if row["arm"].removesuffix(TUNED) == "hf-greedy")
+        greedy = next((row for row in theirs if row["speedup"]), None)
         if greedy is not None and greedy["error"] is None:
             said += f" Plain decoding is {1 / greedy['speedup']['value']:.2f} times as fast as transformers' own."
     return said + (f" Failed: {', '.join(failed)}." if failed else "")
@@ -90,21 +92,37 @@ def _lead(document: Mapping[str, Any]) -> str:
 def _protocol(document: Mapping[str, Any]) -> list[str]:
     options, questions = document["options"], document["questions"]
     sampled = options["temperature"]
-    left_out = [f"{each['question']} (turn {each['turn'] + 1})" for each in document["left_out"]]
+    left_out = [
+        f"{each['question']} (turn {each['turn'] + 1})"
+        for each in document["left_out"]
+        if each["split"] == "report" and each["repeat"] == 0
+    ]
+    tuning = (
+        f"Settings were chosen on {questions['tuning']} other questions, first turns, each once."
+        if questions["tuning"]
+        else "No settings were tuned."
+    )
     return [
-        f"All arms decoded the same {questions['report']} questions, "
+        *(
+            []
+            if document["is_whole"]
+            else [
+                f"Interrupted: {questions['answered']} of {questions['report']} questions were begun, and those turns "
+                "count that all arms have answered. --resume goes on."
+            ]
+        ),
+        f"All arms decoded the same {questions['answered']} questions, "
         f"{'once' if options['repeats'] == 1 else str(options['repeats']) + ' times'}, one after another in "
         f"one process, on the same weights, up to {options['new_tokens']} new tokens, batch 1, "
-        f"{'greedily' if sampled is None else f'sampled at temperature {sampled}'}; who begins changes with every "
-        "turn. Of a conversation, each turn is a call on the whole text, and what was answered before is plain "
-        "decoding's own first answer for every arm, so that all see the same text. Settings were chosen on "
-        f"{questions['tuning']} other questions: of each category every other one.",
+        f"{'greedily' if sampled is None else f'sampled at temperature {sampled}'}, in another order at every turn. "
+        "Of a conversation, each turn is a call on the whole text, and what was answered before is plain "
+        "decoding's own first answer for every arm, so that all see the same text. " + tuning,
         *([f"Left out, because they do not fit into the model: {', '.join(left_out)}."] if left_out else []),
     ]
 
 
 def _answers(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """A file for each arm, in Spec-Bench's format: the first repeat's answers, a line a question."""
+    """A file for each arm: the first repeat's answers, a line a question."""
     answers: dict[str, dict[str, dict[str, Any]]] = {line["arm"]: {} for line in lines if line["kind"] == "arm"}
     for line in lines:
         if line["kind"] == "run" and line["split"] == "report" and line["repeat"] == 0 and line["error"] is None:

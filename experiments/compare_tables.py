@@ -10,7 +10,9 @@ from typing import Any
 from experiments.comparing import TUNED
 from experiments.report import number
 
-__all__ = ["Table", "as_markdown", "facts", "interval", "tables_of"]
+__all__ = ["Table", "as_markdown", "facts", "interval", "selected", "tables_of"]
+
+_INTERVAL = "95 % bootstrap interval over questions"
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -51,17 +53,24 @@ def as_markdown(table: Table) -> str:
 
 
 def interval(mean: Mapping[str, float] | None) -> str:
-    """A mean and its interval."""
-    return "–" if mean is None else f"{mean['value']:.2f} ({mean['low']:.2f}–{mean['high']:.2f})"
+    """A mean and its interval, if that is known."""
+    if mean is None:
+        return "–"
+    return f"{mean['value']:.2f}" + ("" if mean["low"] is None else f" ({mean['low']:.2f}–{mean['high']:.2f})")
+
+
+def selected(document: Document) -> list[Row]:
+    """Of each arm the row that its tuning chose, the fastest first; that of its default, where no other one won.
+
+    Which of both does better on the questions of the report is not asked: it would be tuned on them.
+    """
+    works = [row for row in document["arms"] if row["error"] is None or not row["arm"].endswith(TUNED)]
+    rows = {row["arm"].removesuffix(TUNED): row for row in works}  # tuned ones stand behind the default
+    return sorted(rows.values(), key=_value, reverse=True)
 
 
 def _overview(document: Document) -> Table:
-    greedy = next((_value(row) for row in document["arms"] if row["arm"] == "hf-greedy"), 0.0)
-    best: dict[str, Row] = {}
-    for row in document["arms"]:
-        name = row["arm"].removesuffix(TUNED)
-        if name not in best or _value(row) > _value(best[name]):
-            best[name] = row
+    greedy = next((_value(row) for row in selected(document) if row["arm"].removesuffix(TUNED) == "hf-greedy"), 0.0)
     rows = [
         (
             row["arm"],
@@ -72,13 +81,13 @@ def _overview(document: Document) -> Table:
             "–" if row["preparation"] is None else _megabytes(row["preparation"]["weights_bytes"]),
             f"{row['identical'] / row['runs']:.0%}" if row["runs"] else "–",
         )
-        for row in sorted(best.values(), key=_value, reverse=True)
+        for row in selected(document)
     ]
     return Table(
         "Overview",
-        "Each arm with the better of its default and its tuned settings, the fastest first: speed over plain decoding "
-        "(95 % bootstrap interval), over transformers' greedy decoding, tokens a round, weights beside the model's, "
-        "answers that are plain's token by token.",
+        "Each arm with the settings that did best on the tuning half, the fastest first: speed over plain decoding "
+        f"({_INTERVAL}), over transformers' greedy decoding, tokens a round, weights beside the model's, answers that "
+        "are plain's token by token.",
         ("arm", "what", "÷ plain", "÷ transformers", "tokens/round", "further weights, MB", "identical"),
         tuple(rows),
     )
@@ -107,9 +116,10 @@ def _speeds(document: Document) -> Table:
         ))  # fmt: skip
     return Table(
         "Speed",
-        "Speed over plain decoding of the same text, geometric mean over tasks (95 % bootstrap interval over the "
-        "questions of each: a task with one question adds no width to it): from the first new token on, and of whole "
-        "calls. Tokens per second and time to the first token are medians.",
+        f"Speed over plain decoding of the same text, geometric mean over tasks ({_INTERVAL}): from the first new "
+        "token on, and of whole calls. Tokens per second and time from the call to the first token are medians. (What "
+        "a draft model or trained blocks read of a prompt before their first draft counts with ours as decoding, with "
+        "transformers' before the first token; of the packages both are taken from a call for one token.)",
         ("arm", "what", "÷ plain", "whole call ÷ plain", "tokens/s", "tokens/round", "first token, ms",
          "measured ÷ predicted"),
         tuple(rows),
@@ -148,7 +158,7 @@ def _groups(kind: str, document: Document) -> Table:
         shown = []
     return Table(
         f"By {kind}",
-        f"Speed over plain decoding, geometric mean over the questions of each {kind} (95 % bootstrap interval).",
+        f"Speed over plain decoding, geometric mean over the questions of each {kind} ({_INTERVAL}).",
         ("arm", *names),
         tuple((row["arm"], *(interval(row[f"speedup_by_{kind}"].get(name)) for name in names)) for row in shown),
     )
@@ -163,12 +173,14 @@ def _costs(document: Document) -> Table:
         seconds = cost.pop("seconds", None)
         prepared = ", ".join(f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else str(value)
                              for name, value in cost.items())  # fmt: skip
-        promised = row["preparation"]["predicted_speedup"]
-        tuned = next((each["seconds"] for each in document["tuned"] if row["arm"] == f"{each['arm']}, tuned"), None)
+        promised, added = row["preparation"]["predicted_speedup"], row["preparation"].get("cache_bytes_per_token")
+        name = row["arm"].removesuffix(TUNED)
+        tuned = next((each["seconds"] for each in document["tuned"] if each["arm"] == name), None)
         rows.append((
             row["arm"],
             _megabytes(row["preparation"]["weights_bytes"]),
-            _megabytes(row["peak_bytes"]),
+            "–" if added is None else f"{added / 1e3:,.1f}",
+            _megabytes(row["peak_bytes"]) if "cuda" in str(row["peak_how"]) else "–",
             f"{row['made_s']:.1f}",
             prepared or "none",
             "–" if seconds is None else f"{seconds:,.0f}",
@@ -178,12 +190,13 @@ def _costs(document: Document) -> Table:
     cache = document["model"]["cache_bytes_per_token"] * (document["peak_tokens"] or 0)
     return Table(
         "Memory and preparation",
-        f"Beside the model's weights ({_megabytes(document['model']['weights_bytes'])} MB): weights that the arm "
-        f"needs, and what a call takes beyond what was held before, at {document['peak_tokens']:,} tokens, whose "
-        f"cache is {_megabytes(cache)} MB. Making an arm includes loading what only it needs. What a search or "
-        "training took is as its plan says.",
-        ("arm", "weights, MB", "a call, MB", "made in, s", "prepared by", "preparation, s", "tuned in, s",
-         "predicted then"),
+        f"Beside the model's weights ({_megabytes(document['model']['weights_bytes'])} MB) and cache "
+        f"({document['model']['cache_bytes_per_token'] / 1e3:,.1f} kB a token): what the arm holds of either. On a "
+        f"GPU also what a call takes beyond what was held before, at {document['peak_tokens']:,} tokens, whose cache "
+        f"is {_megabytes(cache)} MB (on a CPU freed memory is used again, and nothing can be told). Making an arm "
+        "includes loading what only it needs. What a search or training took is as its plan says.",
+        ("arm", "weights, MB", "cache, kB a token", "a call, MB", "made in, s", "prepared by", "preparation, s",
+         "tuned in, s", "predicted then"),
         tuple(rows),
     )  # fmt: skip
 
@@ -192,8 +205,8 @@ def _answers(document: Document) -> Table:
     rows = []
     for row in document["arms"]:
         if row["runs"] and row["arm"] != "plain":
-            ties = sum(each["is_near_tie"] for each in row["partings"])
-            looked = len(row["partings"])
+            looked_into = [each for each in row["partings"] if each.get("error") is None]
+            ties, looked = sum(each["is_near_tie"] for each in looked_into), len(looked_into)
             differ = row["runs"] - row["identical"]
             said = f"{ties} of {looked}" if looked else "–"
             rows.append((row["arm"], f"{row['identical'] / row['runs']:.1%}", f"{differ} of {row['runs']}", said))
@@ -210,6 +223,8 @@ def _partings(document: Document) -> Table:
     rows = [
         (row["arm"], f"{each['question']}, turn {each['turn'] + 1}", str(each["index"]), f"{each['gap']:.4g}",
          f"{each['logit_error']:.4g}", "near-tie" if each["is_near_tie"] else "not explained by rounding")
+        if each.get("error") is None
+        else (row["arm"], f"{each['question']}, turn {each['turn'] + 1}", "–", "–", "–", each["error"])
         for row in document["arms"]
         for each in row["partings"]
     ]  # fmt: skip

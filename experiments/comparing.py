@@ -13,12 +13,13 @@ from typing import Any
 
 import layerskip
 from experiments.arm_rows import ArmRow, Settings, Workshop
-from experiments.arms import WARM_UP_TOKENS, Arm, warm_up
+from experiments.arms import WARM_UP_TOKENS, Arm, in_turn, warm_up
 from experiments.compare_arms import PLAIN
 from experiments.protocol import geometric_mean_of, paired_ratios, task_of
-from experiments.questions import Question, token_ids
+from experiments.questions import Question, evenly, token_ids
+from experiments.report import is_long_enough
 from experiments.run_lines import RunLog, run_of, run_to_dict
-from layerskip.errors import DecodingError, SettingError
+from layerskip.errors import DecodingError, InputError, SettingError
 from layerskip.exactness import first_difference
 
 __all__ = ["Comparison", "Contestant", "TUNED", "in_words", "sizes_of"]
@@ -32,7 +33,7 @@ class Contestant:
 
     Attributes:
         arm: None: it could not be made, or has failed.
-        error: why it could not be made.
+        error: why it has failed.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Comparison:
         questions = [each for _ in range(self.repeats) for each in self.report]
         for index, question in enumerate(questions):
             self.show(f"question {index + 1} of {len(questions)}")
-            self._ask(contestants, question, index // len(self.report), "report", turn_by_turn=True, first=index)
+            self._ask(contestants, question, index // len(self.report), "report", turn_by_turn=True)
         self._look_into_partings()
         if not any(self.log.of("end")):
             self.log.write("end")
@@ -103,18 +104,17 @@ class Comparison:
 
     def _made(self, contestant: Contestant) -> Contestant:
         """Make and warm up; a line says how that went, unless an earlier one does."""
-        said = next(self.log.of("arm", arm=contestant.name), None)
+        *_, said = None, *self.log.of("arm", arm=contestant.name)
         if said is not None and said["error"] is not None:
             return contestant
         name, row, shop = contestant.name, contestant.row, self.shop
+        rows, new_tokens = [self._longest()], self._warm_up_tokens
         self.show(f"making {name}")
         content: dict[str, Any] = {"arm": name, "what": row.what, "settings": dict(contestant.settings)}
         began = time.perf_counter()
         try:
             contestant.arm = row.make(shop, name, contestant.settings)
             made_s = time.perf_counter() - began
-            rows = [self._longest()]
-            new_tokens = self.new_tokens if shop.subject.device.type == "cuda" else WARM_UP_TOKENS
             peak = warm_up(contestant.arm, rows, shop.subject.device, new_tokens)
             content |= {
                 "described": contestant.arm.settings,
@@ -125,16 +125,28 @@ class Comparison:
                 "preparation": asdict(row.preparation(shop)),
             }
         except Exception as error:
-            self._refuse_without_plain(name, error)
+            self._refuse_without_plain(contestant, error)
             contestant.arm = None
             content["error"] = in_words(error)
-        if said is None:
+        if said is None or "error" in content:  # a resumed comparison may fail where the one before it did not
             self.log.write("arm", **{"error": None, **content})
         return contestant
 
+    @property
+    def _warm_up_tokens(self) -> int:
+        """On a GPU as many as will be asked for: programs are recorded for them."""
+        return self.new_tokens if self.shop.subject.device.type == "cuda" else WARM_UP_TOKENS
+
     def _longest(self) -> list[int]:
-        prompts = (self._prompt(question, ()) for question in self.report)
-        return max((each for each in prompts if self._fits(each)), key=len)
+        prompts = [self._prompt(question, ()) for question in self.report]
+        fitting = [each for each in prompts if self._fits(each)]
+        if not fitting:
+            shortest, most = min(map(len, prompts)), self.shop.model.decoder.max_positions
+            raise InputError(
+                f"got questions of {shortest:,} tokens and more, and --new-tokens {self.new_tokens:,}, for a model of "
+                f"{most:,} positions; expected one that fits. Give fewer new tokens or shorter questions."
+            )
+        return max(fitting, key=len)
 
     def _tuned(self, name: str, row: ArmRow, plain: Contestant) -> Settings | None:
         """The settings of the grid that are fastest on the tuning half; None: none of them works."""
@@ -147,14 +159,14 @@ class Comparison:
             candidate = Contestant(f"{name} #{number}", row, settings)
             try:
                 candidate.arm = row.make(self.shop, candidate.name, settings)
-                warm_up(candidate.arm, [self._longest()], self.shop.subject.device)
+                warm_up(candidate.arm, [self._longest()], self.shop.subject.device, self._warm_up_tokens)
             except Exception as error:
                 candidate.arm, candidate.error = None, in_words(error)
             candidates.append(candidate)
         base = Contestant(f"{name} #{PLAIN}", plain.row, {}, plain.arm)
         for index, question in enumerate(self.tuning):
             self.show(f"tuning {name}, question {index + 1} of {len(self.tuning)}")
-            self._ask([base, *candidates], question, 0, "tuning", turn_by_turn=False, first=index)
+            self._ask([base, *candidates], question, 0, "tuning", turn_by_turn=False)
         ratios = [self._ratio(candidate, base.name) for candidate in candidates]
         works = [index for index, ratio in enumerate(ratios) if ratio is not None]
         best = max(works, key=lambda index: ratios[index] or 0.0, default=None)
@@ -185,11 +197,12 @@ class Comparison:
 
     def _speeds(self, arm: str) -> dict[tuple[str, int, int], float]:
         lines = self.log.of("run", arm=arm, split="tuning", error=None)
-        speeds = {(line["question"], line["turn"], line["repeat"]): run_of(line).tokens_per_s for line in lines}
-        return {key: speed for key, speed in speeds.items() if speed > 0}
+        runs = {(line["question"], line["turn"], line["repeat"]): run_of(line) for line in lines}
+        return {key: run.tokens_per_s for key, run in runs.items() if is_long_enough(run)}
 
-    def _ask(self, contestants: Sequence[Contestant], question: Question, repeat: int, split: str, *,
-             turn_by_turn: bool, first: int) -> None:  # fmt: skip
+    def _ask(
+        self, contestants: Sequence[Contestant], question: Question, repeat: int, split: str, *, turn_by_turn: bool
+    ) -> None:
         """A conversation with all; after each turn plain's answer of the first repeat becomes everybody's history."""
         answers: list[str] = []
         turns = len(question.turns) if turn_by_turn else 1
@@ -200,8 +213,7 @@ class Comparison:
                 if not any(self.log.of("left_out", **key)):
                     self.log.write("left_out", **key, prompt_tokens=len(prompt))
                 return
-            start = (first + turn) % len(contestants)
-            for contestant in (*contestants[start:], *contestants[:start]):
+            for contestant in in_turn(contestants, *key.values()):
                 self._call(contestant, prompt, {"arm": contestant.name, **key}, question.category)
             if turn + 1 < turns:
                 said = self.log.run({"arm": PLAIN, **key, "repeat": 0})
@@ -219,7 +231,7 @@ class Comparison:
         try:
             run = contestant.arm.call([prompt], self.new_tokens)
         except Exception as error:
-            self._refuse_without_plain(contestant.name, error)
+            self._refuse_without_plain(contestant, error)
             self._give_up(contestant, in_words(error))
             self.log.write("run", **content, error=contestant.error)
             return
@@ -231,35 +243,43 @@ class Comparison:
     def _give_up(contestant: Contestant, error: str) -> None:
         contestant.arm, contestant.error = None, error
 
-    def _refuse_without_plain(self, name: str, error: Exception) -> None:
-        if name == PLAIN:
+    def _refuse_without_plain(self, contestant: Contestant, error: Exception) -> None:
+        if contestant.row is self.rows[PLAIN]:
             raise DecodingError(
                 f"got a failure of plain decoding, by which all arms are measured: {in_words(error)}. Make it decode "
                 "first."
             ) from error
 
     def _look_into_partings(self) -> None:
-        """For some answers that are not plain's, where they part, and whether a near-tie explains it."""
+        """For some answers that are not plain's, where they part, and whether a near-tie explains it.
+
+        Of each arm those of turns spread evenly over all that differ, the first repeat's.
+        """
         if self.shop.decoding["do_sample"] or self.gaps == 0:
             return
-        key = ("question", "turn", "repeat")
-        runs = list(self.log.of("run", split="report", error=None))
-        plain = {tuple(line[name] for name in key): line["tokens"] for line in runs if line["arm"] == PLAIN}
-        looked: dict[str, list[tuple[Any, ...]]] = {}
-        for line in self.log.of("parting"):
-            looked.setdefault(line["arm"], []).append(tuple(line[name] for name in key))
+        runs = list(self.log.of("run", split="report", repeat=0, error=None))
+        plain = {(line["question"], line["turn"]): line for line in runs if line["arm"] == PLAIN}
+        differing: dict[str, list[dict[str, Any]]] = {}
         for line in runs:
-            place, done = tuple(line[name] for name in key), looked.setdefault(line["arm"], [])
-            base = plain.get(place)
-            if base is None or base == line["tokens"] or len(done) >= self.gaps or place in done:
-                continue
-            self.show(f"where answers of {line['arm']} part from plain's")
+            if plain[line["question"], line["turn"]]["tokens"] != line["tokens"]:
+                differing.setdefault(line["arm"], []).append(line)
+        for arm, lines in differing.items():
+            for line in evenly(lines, self.gaps):
+                place = {name: line[name] for name in ("question", "turn", "repeat")}
+                if not any(self.log.of("parting", arm=arm, **place)):
+                    self.show(f"where answers of {arm} part from plain's")
+                    base = plain[line["question"], line["turn"]]["tokens"]
+                    self.log.write("parting", arm=arm, **place, **self._parting(line, base))
+
+    def _parting(self, line: Mapping[str, Any], base: Sequence[int]) -> dict[str, Any]:
+        """Where the answer of `line` leaves `base`; an "error" if that cannot be told, such as for want of memory."""
+        names = ("index", "token_a", "token_b", "gap", "logit_error", "rounding_step", "is_near_tie")
+        try:
             found = first_difference(self.shop.model.hf_model, line["prompt"], base, line["tokens"])
-            assert found is not None
-            names = ("index", "token_a", "token_b", "gap", "logit_error", "rounding_step", "is_near_tie")
-            done.append(place)
-            values = {name: getattr(found, name) for name in names}
-            self.log.write("parting", arm=line["arm"], **{name: line[name] for name in key}, **values)
+        except Exception as error:  # runs are what counts
+            return {"error": in_words(error)}
+        assert found is not None
+        return {"error": None, **{name: getattr(found, name) for name in names}}
 
     def _prompt(self, question: Question, answers: Sequence[str]) -> list[int]:
         tokenizer = self.shop.model.tokenizer

@@ -46,7 +46,7 @@ def _none(shop: Workshop) -> Preparation:
 
 
 def _draft_weights(shop: Workshop) -> Preparation:
-    return Preparation(shop.hf_draft_bytes)
+    return Preparation(shop.hf_draft_bytes, shop.hf_draft_cache_bytes)
 
 
 def imported(package: str, module: str) -> Any:

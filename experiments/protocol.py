@@ -6,19 +6,27 @@ Pure functions of numbers; they know neither arms nor models.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
-from layerskip.search.result import Interval
-
-__all__ = ["CHAT_CATEGORIES", "geometric_mean_of", "paired_ratios", "task_of"]
+__all__ = ["CHAT_CATEGORIES", "Mean", "geometric_mean_of", "paired_ratios", "task_of"]
 
 # Spec-Bench (Xia et al. 2024) counts the eight categories of MT-bench as one task of six.
 CHAT = "multi-turn conversation"
 CHAT_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 _RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean and the bounds of its 95 % interval; None: they cannot be told."""
+
+    value: float
+    low: float | None
+    high: float | None
 
 
 def task_of(category: str) -> str:
@@ -41,11 +49,12 @@ def paired_ratios(
     return {question: median(found) for question, found in ratios.items()}
 
 
-def geometric_mean_of(groups: Mapping[str, Sequence[float]]) -> Interval | None:
+def geometric_mean_of(groups: Mapping[str, Sequence[float]]) -> Mean | None:
     """The geometric mean over groups of the geometric means in them, and its 95 % bootstrap interval.
 
     Questions are drawn anew within each group (Efron 1979, percentiles; 2,000 times, always the same ones), so that the
-    interval speaks of other questions of the same tasks.
+    interval speaks of other questions of the same tasks. Others of a task that has only one are taken to differ from
+    it as those of the other tasks do from their means; where all tasks have one, nothing is known of that.
 
     Args:
         groups: positive ratios by task; empty ones are left out.
@@ -56,9 +65,21 @@ def geometric_mean_of(groups: Mapping[str, Sequence[float]]) -> Interval | None:
     logs = [np.log(np.asarray(ratios, dtype=float)) for ratios in groups.values() if len(ratios)]
     if not logs:
         return None
+    value = float(np.exp(np.mean([values.mean() for values in logs])))
+    spread = np.concatenate([_residuals(values) for values in logs])
+    if not len(spread):
+        return Mean(value, None, None)
     generator = np.random.default_rng(0)
     resampled = np.zeros(_RESAMPLES)
     for values in logs:
-        resampled += values[generator.integers(len(values), size=(_RESAMPLES, len(values)))].mean(axis=1) / len(logs)
+        drawn = values if len(values) > 1 else values + spread
+        count = len(values)
+        resampled += drawn[generator.integers(len(drawn), size=(_RESAMPLES, count))].mean(axis=1) / len(logs)
     low, high = np.exp(np.quantile(resampled, (0.025, 0.975)))
-    return Interval(float(np.exp(np.mean([values.mean() for values in logs]))), float(low), float(high))
+    return Mean(value, float(low), float(high))
+
+
+def _residuals(values: np.ndarray) -> np.ndarray:
+    """How far from a task's mean its questions are, or others would be; of a single one nothing is known."""
+    count = len(values)
+    return (values - values.mean()) * np.sqrt(count / (count - 1)) if count > 1 else values[:0]

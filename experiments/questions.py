@@ -10,6 +10,7 @@ import importlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +133,15 @@ def split(questions: Iterable[Question]) -> tuple[list[Question], list[Question]
 
 
 def spread(questions: Sequence[Question], a_category: int | None) -> list[Question]:
-    """At most `a_category` questions of each category, spread evenly over it; None: all."""
-    if a_category is None:
-        return list(questions)
-    chosen = []
-    for category in dict.fromkeys(question.category for question in questions):
-        own = [question for question in questions if question.category == category]
-        chosen += evenly(own, a_category)
-    return chosen
+    """At most `a_category` questions of each category, spread evenly over it; None: all.
+
+    One of each category, then the next of each: what is done when time runs out is of all of them.
+    """
+    groups: dict[str, list[Question]] = {}
+    for question in questions:
+        groups.setdefault(question.category, []).append(question)
+    rounds = zip_longest(*(evenly(own, a_category) for own in groups.values()))
+    return [question for of_each in rounds for question in of_each if question is not None]
 
 
 def evenly(questions: Sequence[Question], count: int | None) -> list[Question]:

@@ -56,11 +56,17 @@ class RunLog:
             self._note(line)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+            self._cut_off_half_a_line()
         except OSError as error:
             raise InputError(
                 f"got --out {folder}, which cannot be written: {error.strerror or error}. Name a folder that can."
             ) from error
+
+    def _cut_off_half_a_line(self) -> None:
+        """What was being written when the one before was killed; all before it is left as it is."""
+        with self.file.open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
     def begin(self, options: Mapping[str, Any], **content: Any) -> None:
         """Write the first line, unless there is one; then make sure that it says the same.

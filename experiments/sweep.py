@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from experiments.arm_rows import ArmRow, Workshop, name_of
-from experiments.compare import add_arm_options, given_settings, plan_digest, plans_of, setting
+from experiments.compare import add_arm_options, draft_model_digest, given_settings, plan_digest, plans_of, setting
 from experiments.compare_arms import ARMS, PLAIN
 from experiments.conditions import conditions
 from experiments.program import amount, exit_code
@@ -114,7 +114,7 @@ def _sweep(options: Namespace) -> None:
             "arms": list(rows),
             "settings": given,
             "plans": {name: plan_digest(plan) for name, plan in plans.items()},
-            "draft_model": name_of(options.draft_model),
+            "draft_model": draft_model_digest(options.draft_model),
             "governor": governor,
             "setup": vars(setup),
             "too_long": source.too_long if isinstance(source, Texts) else 0,

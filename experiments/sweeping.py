@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from experiments.arm_rows import ArmRow, Settings, Workshop
-from experiments.arms import WARM_UP_TOKENS, Run, warm_up
+from experiments.arms import WARM_UP_TOKENS, Run, in_turn, warm_up
 from experiments.compare_arms import PLAIN
 from experiments.comparing import Contestant, in_words, sizes_of
 from experiments.measuring import available_bytes, pass_grid
@@ -29,7 +29,12 @@ from layerskip.search.texts import Text
 __all__ = ["PLAN_OF", "RUN_KEY", "Sweep", "obstacle"]
 
 RUN_KEY = ("value", "arm", "prompt", "repeat")
-PLAN_OF = {"self": "plan", "exit": "exit", "trained": "trained"}  # arms whose drafts can be replayed, and their plans
+PLAN_OF = {
+    "self": "plan",
+    "exit": "exit",
+    "trained": "trained",
+    "eagle": "eagle",
+}  # arms whose drafts can be replayed, and their plans
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32)  # tokens a row of the passes that are timed
 _ROOM = 32  # positions behind the text that drafts may need
@@ -113,8 +118,7 @@ class Sweep:
             turn_began = time.perf_counter()
             repeat, prompt = divmod(turn, self.prompts)
             self.show(f"{self.kind.field} {value:g}, turn {turn + 1} of {turns}")
-            first = turn % len(contestants)
-            for each in (*contestants[first:], *contestants[:first]):
+            for each in in_turn(contestants, value, turn):
                 self._call(each, calls[prompt], {"value": value, "arm": each.name, "prompt": prompt, "repeat": repeat})
                 if contestants[0].arm is None:
                     return f"plain decoding failed: {contestants[0].error}"
@@ -149,7 +153,7 @@ class Sweep:
         """Make and warm up; a line says how that went, unless an earlier one does."""
         settings = {**settings_of(row, setup.drafts), **self.given.get(name, {})}
         contestant = Contestant(name, row, settings)
-        said = next(self.log.of("arm", arm=name, value=value), None)
+        *_, said = None, *self.log.of("arm", arm=name, value=value)
         if said is not None and said["error"] is not None:
             contestant.error = said["error"]
             return contestant
@@ -166,7 +170,7 @@ class Sweep:
             content |= {"described": contestant.arm.settings, "peak_bytes": peak.bytes, "peak_how": peak.how}
         except Exception as error:
             contestant.arm, contestant.error = None, in_words(error)
-        if said is None:
+        if said is None or contestant.error is not None:
             self.log.write("arm", **content, error=contestant.error)
         return contestant
 
@@ -175,9 +179,10 @@ class Sweep:
         said = self.log.run(key)
         if said is None and contestant.arm is not None:
             try:
-                said = self.log.write("run", **key, error=None, **_run_to_dict(contestant, call, self.new_tokens))
+                content = {"error": None, **_run_to_dict(contestant, call, self.new_tokens)}
             except Exception as error:
-                said = self.log.write("run", **key, error=in_words(error))
+                content = {"error": in_words(error)}
+            said = self.log.write("run", **key, **content)
         if said is not None and said["error"] is not None:
             contestant.arm, contestant.error = None, said["error"]
 

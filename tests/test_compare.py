@@ -118,7 +118,7 @@ class TestEveryArm:
     def test_tuning_is_on_other_questions_than_the_report(self, compared):
         lines = lines_of(compared[0])
         split = lines[0]["split"]
-        assert split == {"tuning": ["82", "2"], "report": ["81", "83", "1"]}
+        assert split == {"tuning": ["82", "2"], "report": ["81", "1", "83"]}
         asked = {name: {line["question"] for line in lines if line.get("split") == name} for name in split}
         assert asked == {name: set(ids) for name, ids in split.items()}
         tuned = [line for line in lines if line["kind"] == "tuned"]
@@ -167,7 +167,7 @@ class TestEveryArm:
 
     def test_answers_of_arms_are_files_in_the_format_of_the_questions(self, compared, module_of):
         answers = [json.loads(line) for line in (compared[0] / "answers" / "plain.jsonl").read_text().splitlines()]
-        assert [(each["question_id"], len(each["turns"])) for each in answers] == [("81", 2), ("83", 1), ("1", 1)]
+        assert [(each["question_id"], len(each["turns"])) for each in answers] == [("81", 2), ("1", 1), ("83", 1)]
         report = module_of("compare_report")
         same = report.compare_answers(compared[0] / "answers/plain.jsonl", compared[0] / "answers/lookup.jsonl")
         assert same == "3 of 3 questions are answered alike."
@@ -186,11 +186,10 @@ class TestFaults:
         code, out = compare("--arms", "lookup,extra", "--tuning-questions", "0")
         assert code == 0
         row = figures(module_of, out)["extra"]
-        assert row["error"] == "RuntimeError: out of luck (question 83)"
+        assert row["error"] == "RuntimeError: out of luck (question 1)"
         assert row["runs"] == 2 and len(calls) == 5  # and was left in peace afterwards
         assert (
-            "| extra | failed after 2 runs: RuntimeError: out of luck (question 83) |"
-            in (out / "report.md").read_text()
+            "| extra | failed after 2 runs: RuntimeError: out of luck (question 1) |" in (out / "report.md").read_text()
         )
         assert "Failed: extra." in (out / "report.html").read_text()
 
@@ -216,6 +215,71 @@ class TestFaults:
             in capsys.readouterr().err
         )
 
+    def test_the_tuning_half_may_be_used_as_far_as_it_goes(self, compare, capsys):
+        """Also of one category; catches a number that is cut to that of the categories without a word."""
+        code, out = compare("--arms", "lookup", "--tuning-questions", "3")
+        assert code == 2
+        assert "got --tuning-questions 3, and every other question of each category" in capsys.readouterr().err
+        code, out = compare("--arms", "lookup", "--tuning-questions", "2")
+        assert code == 0
+        assert lines_of(out)[0]["split"]["tuning"] == ["82", "2"]
+
+    def test_no_question_fits(self, compare, tmp_path, capsys):
+        long = {"question_id": "long", "category": "long", "turns": ["a" * 200]}
+        data = write_lines(tmp_path / "long.jsonl", [long])
+        assert compare("--data", str(data), "--arms", "lookup", "--tuning-questions", "0")[0] == 2
+        assert "for a model of 160 positions; expected one that fits" in capsys.readouterr().err
+
+    def test_plain_decoding_that_fails_while_others_are_tuned(self, compare, module_of, monkeypatch, capsys):
+        """Its failure is nobody's who is tuned against it."""
+        rows = module_of("compare_arms")
+        make = rows.ARMS["plain"].make
+
+        def failing(shop, name, settings):
+            arm = make(shop, name, settings)
+            call = arm.call
+
+            def once(prompts, new_tokens):
+                if new_tokens == 10:
+                    raise RuntimeError("broken")
+                return call(prompts, new_tokens)
+
+            arm.call = once
+            return arm
+
+        monkeypatch.setitem(rows.ARMS, "plain", module_of("arm_rows").ArmRow("plain", failing))
+        assert compare("--arms", "lookup")[0] == 2
+        assert "got a failure of plain decoding, by which all arms are measured" in capsys.readouterr().err
+
+    def test_an_arm_that_cannot_be_made_again_is_a_row_that_says_so(self, compare, extra_arm, module_of):
+        """A resumed comparison has its report, though one arm, which worked before, fails."""
+        calls = []
+
+        def before(prompts, new_tokens):
+            calls.append(new_tokens)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            if len(calls) > 4:
+                raise RuntimeError("no memory left")
+
+        extra_arm(before)
+        assert compare("--arms", "extra")[0] == 130
+        code, out = compare("--arms", "extra", "--resume")
+        assert code == 0
+        assert figures(module_of, out)["extra"]["error"] == "RuntimeError: no memory left"
+
+    def test_other_weights_are_no_resumption(self, module_of, tmp_path):
+        """Two trainings of one recipe make plans that differ in nothing but their file of weights."""
+        (tmp_path / "a.safetensors").write_bytes(b"1")
+        plan, digest = (
+            DraftPlan(exit_layer=2, adapter=str(tmp_path / "a.safetensors")),
+            module_of("compare").plan_digest,
+        )
+        before = digest(plan)
+        assert before == digest(plan)
+        (tmp_path / "a.safetensors").write_bytes(b"2")
+        assert before != digest(plan)
+
     def test_a_turn_too_long_for_the_model_is_left_out_and_named(self, compare, module_of, place, tmp_path):
         long = {"question_id": "long", "category": "long", "turns": ["a" * 200]}
         data = write_lines(tmp_path / "long.jsonl", [*QUESTIONS[:1], long])
@@ -224,13 +288,13 @@ class TestFaults:
         assert figures(module_of, out)["lookup"]["runs"] == 2
         assert "do not fit into the model: long (turn 1)" in (out / "report.md").read_text()
 
-    def test_interrupted_and_resumed(self, compare, extra_arm, capsys):
+    def test_interrupted_and_resumed(self, compare, extra_arm, module_of, capsys):
         """Ctrl-C in the middle, a line cut in half by a kill: what is there is kept, and nothing is run twice."""
         calls = []
 
         def before(prompts, new_tokens):
             calls.append(new_tokens)
-            if new_tokens == 10 and calls.count(10) == 6:  # four are for tuning, others for warming up
+            if new_tokens == 10 and calls.count(10) == 8:  # four are for tuning, others for warming up
                 raise KeyboardInterrupt
 
         extra_arm(before, grid=({}, {"a": 1}))
@@ -243,9 +307,13 @@ class TestFaults:
         file.write_text(file.read_text() + '{"kind": "run", "arm": "ext')
         assert compare(*words)[0] == 2
         assert "a comparison has begun already; expected a new folder. Pass --resume" in capsys.readouterr().err
-        assert compare("--report-from", str(out))[0] == 2
-        assert "finish it with --resume" in capsys.readouterr().err
+        assert compare("--report-from", str(out))[0] == 0
+        document = module_of("compare_figures").figures_of(module_of("run_lines").read_lines(out))
+        runs = {row["runs"] for row in document["arms"]}
+        assert len(runs) == 1 and 0 < runs.pop() < 12, "all arms have as many, and not all there will be"
+        assert "Interrupted: " in (out / "report.md").read_text()
         assert compare(*words, "--resume")[0] == 0
+        assert "Interrupted" not in (out / "report.md").read_text()
         lines = lines_of(out)
         assert lines[: len(before_it)] == before_it and lines[-1]["kind"] == "end"
         keys = [tuple(line[name] for name in ("arm", "split", "question", "turn", "repeat"))
@@ -257,6 +325,17 @@ class TestFaults:
         assert "got --resume with new_tokens 11 of a comparison with 10; expected the same" in capsys.readouterr().err
         assert compare(*words, "--resume", "--dtype", "float32")[0] == 2
         assert "got --resume with dtype 'float32' of a comparison made with 'float64'" in capsys.readouterr().err
+
+    def test_the_overview_asks_the_tuning_half_alone(self, compared, module_of):
+        """Catches an arm shown with whichever of its settings does better on the questions of the report."""
+        tables = module_of("compare_tables")
+
+        def row(name, speed, error=None):
+            return {"arm": name, "speedup": {"value": speed}, "error": error}
+
+        rows = [row("plain", 1.0), row("lookup", 1.7), row("lookup, tuned", 1.6), row("exit", 0.9),
+                row("exit, tuned", 2.0, "broken")]  # fmt: skip
+        assert [each["arm"] for each in tables.selected({"arms": rows})] == ["lookup, tuned", "plain", "exit"]
 
     def test_an_arm_that_lacks_answers_is_no_equal_one(self, compared, module_of, tmp_path):
         lines = lines_of(compared[0])
@@ -404,16 +483,29 @@ class TestQuestions:
         assert [each.id for each in report if each.category == "b"] == ["0", "6"]
         assert [each.id for each in tuning if each.category == "b"] == ["3", "9"]
         assert len(report) == len(tuning) == 6
-        assert [each.id for each in questions.spread(report, 2)] == ["0", "6", "1", "7"]
+        assert [each.id for each in questions.spread(report, 2)] == ["0", "1", "6", "7"]
         assert [each.id for each in questions.evenly(report, 2)] == ["0", report[len(report) // 2].id]
         assert questions.evenly(report, None) == report and questions.evenly(report, 0) == []
 
 
 class TestStatistics:
-    def test_a_mean_of_one_value_is_certain(self, module_of):
-        mean = module_of("protocol").geometric_mean_of({"a": [2.0, 2.0, 2.0], "b": [0.5]})
-        assert (mean.value, mean.low, mean.high) == pytest.approx((1.0, 1.0, 1.0))
-        assert module_of("protocol").geometric_mean_of({"a": []}) is None
+    def test_of_single_questions_nothing_is_known_but_their_mean(self, module_of):
+        mean_of = module_of("protocol").geometric_mean_of
+        mean = mean_of({"a": [2.0], "b": [0.5]})
+        assert (mean.value, mean.low, mean.high) == (pytest.approx(1.0), None, None)
+        assert mean_of({"a": []}) is None
+
+    def test_a_single_question_spreads_as_those_of_the_other_tasks(self, module_of):
+        """Catches one that adds no width: an interval of two tasks narrower than of either."""
+        mean_of, several = module_of("protocol").geometric_mean_of, [1.0, 1.5, 2.0, 3.0]
+        widths = []
+        for groups in ({"a": several}, {"a": several, "b": [2.0]}, {"a": several, "b": several}):
+            mean = mean_of(groups)
+            widths.append(math.log(mean.high / mean.low))
+        alone, with_a_single, both = widths
+        assert with_a_single > both and with_a_single > alone
+        certain = mean_of({"a": [2.0, 2.0, 2.0], "b": [0.5]})
+        assert (certain.value, certain.low, certain.high) == pytest.approx((1.0, 1.0, 1.0))
 
     def test_the_interval_of_a_known_case(self, module_of):
         """400 log-normal ratios: the interval is the normal one, 1.96 standard errors to each side, within a tenth."""
