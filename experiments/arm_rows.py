@@ -106,6 +106,7 @@ class ArmRow:
         grid: settings to be tried; the first are its default.
         needs: options of which one must be given; empty: none.
         needs_greedy: it cannot sample, or not as the others do.
+        is_extra: it needs a package that few have, and is compared only where it is named.
         preparation: what the arm needs beforehand.
     """
 
@@ -114,6 +115,7 @@ class ArmRow:
     grid: tuple[dict[str, Any], ...] = ({},)
     needs: tuple[str, ...] = ()
     needs_greedy: bool = False
+    is_extra: bool = False
     preparation: Callable[[Workshop], Preparation] = lambda shop: Preparation()
 
     def check(self, name: str, shop: Workshop) -> None:

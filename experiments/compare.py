@@ -171,7 +171,7 @@ def _rows(options: Namespace) -> dict[str, ArmRow]:
     if names is None:
         names = [
             name for name, row in ARMS.items()
-            if (not row.needs or set(row.needs) & given) and not name.startswith(("economize-", "flashspec-"))
+            if (not row.needs or set(row.needs) & given) and not row.is_extra
         ]  # fmt: skip
     return {name: ARMS[name] for name in dict.fromkeys((PLAIN, *names))}
 

@@ -14,9 +14,10 @@ from experiments.outside_arms import OUTSIDE
 from layerskip.memory import new_cache
 from layerskip.plan import DEFAULT_LOOKUP_TOKENS
 
-__all__ = ["ARMS", "PLAIN", "PLAN_FILES", "plan_preparation"]
+__all__ = ["ARMS", "PLAIN", "PLAN_FILES", "THEIR_PLAIN", "plan_preparation"]
 
 PLAIN = "plain"
+THEIR_PLAIN = "hf-greedy"
 PLAN_FILES = {
     "plan": "a plan file, as a search or a training writes it",
     "trained": "a plan file of trained blocks, as a training writes it",

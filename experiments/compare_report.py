@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from experiments.compare_arms import PLAIN
+from experiments.compare_arms import PLAIN, THEIR_PLAIN
 from experiments.compare_figures import figures_of
 from experiments.compare_pictures import Picture, files_of, hang
 from experiments.compare_tables import Table, as_markdown, facts, interval, selected, tables_of
@@ -82,7 +82,7 @@ def _lead(document: Mapping[str, Any]) -> str:
     said = "No arm beside plain decoding has answers long enough to be timed."
     if best is not None:
         said = f"The fastest is {best['arm']}: {interval(best['speedup'])} times as fast as plain decoding here."
-        theirs = (row for row in selected(document) if row["arm"].removesuffix(TUNED) == "hf-greedy")
+        theirs = (row for row in selected(document) if row["arm"].removesuffix(TUNED) == THEIR_PLAIN)
         greedy = next((row for row in theirs if row["speedup"]), None)
         if greedy is not None and greedy["error"] is None:
             said += f" Plain decoding is {1 / greedy['speedup']['value']:.2f} times as fast as transformers' own."
@@ -166,10 +166,16 @@ def compare_answers(first: Path, second: Path) -> str:
 def _read_answers(file: Path) -> dict[str, list[str]]:
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        return {str(line["question_id"]): list(line["turns"]) for line in lines}
+        answers = {str(line["question_id"]): list(line["turns"]) for line in lines}
     except OSError as error:
         raise InputError(f"got the answers {file}, which cannot be read: {error.strerror or error}.") from error
     except (ValueError, LookupError, TypeError) as error:
         raise InputError(
             f'got {file}, which holds no answers; expected lines {{"question_id": …, "turns": ["…"]}}.'
         ) from error
+    if len(answers) != len(lines):
+        raise InputError(
+            f"got {file} with {len(lines)} lines for {len(answers)} questions; expected one line a question. Leave out "
+            "those that are there twice."
+        )
+    return answers

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from experiments.compare_arms import THEIR_PLAIN
 from experiments.comparing import TUNED
 from experiments.report import number
 
@@ -70,7 +71,7 @@ def selected(document: Document) -> list[Row]:
 
 
 def _overview(document: Document) -> Table:
-    greedy = next((_value(row) for row in selected(document) if row["arm"].removesuffix(TUNED) == "hf-greedy"), 0.0)
+    greedy = next((_value(row) for row in selected(document) if row["arm"].removesuffix(TUNED) == THEIR_PLAIN), 0.0)
     rows = [
         (
             row["arm"],

@@ -110,7 +110,7 @@ def _economize(
 
     grid: tuple[dict[str, Any], ...] = ({}, *({"cycle_length": length} for length in (3, 6, 10)))
     weights = _draft_weights if "draft-model" in needs else _none
-    return ArmRow(what, make, grid, needs, needs_greedy=True, preparation=weights)
+    return ArmRow(what, make, grid, needs, needs_greedy=True, is_extra=True, preparation=weights)
 
 
 def _economize_config(technique: str, given: Mapping[str, Any]) -> Any:
@@ -153,7 +153,7 @@ def _flashspec(what: str, drafters: Callable[[Any, Workshop], list[Any]], defaul
         return _timed(name, {"flashspec": given}, ends, decode)
 
     weights = _draft_weights if "draft-model" in needs else _none
-    return ArmRow(what, make, ({}, *grid), needs, needs_greedy=True, preparation=weights)
+    return ArmRow(what, make, ({}, *grid), needs, needs_greedy=True, is_extra=True, preparation=weights)
 
 
 def _flashspec_model(parts: Any, shop: Workshop) -> list[Any]:

@@ -22,10 +22,10 @@ TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
 
 def quartiles(values: Sequence[float]) -> list[float] | None:
-    """The three quartiles; of one value three times that value, of none None."""
+    """The three quartiles, within the values, however few there are; of none None."""
     if len(values) < 2:
         return [values[0]] * 3 if values else None
-    return quantiles(values, n=4)
+    return quantiles(values, n=4, method="inclusive")
 
 
 def summarise(arm: Arm, plain: Arm, prompts: Sequence[Prompt]) -> dict[str, Any]:

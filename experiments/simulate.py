@@ -191,6 +191,11 @@ def _check(options: Namespace) -> None:
     batches = options.batches or sorted({batch for batch, _, _ in swept}) or BATCHES
     fitted = [batch for batch in batches if batch in options.fitted_batches]
     held_out = [batch for batch in batches if batch not in fitted]
+    if swept and not set(batches) <= {batch for batch, _, _ in swept}:
+        raise SettingError(
+            f"got --batches {_listed(batches)} for a sweep of the batches "
+            f"{_listed(sorted({batch for batch, _, _ in swept}))}; expected some of these."
+        )
     if not fitted or not held_out:
         raise SettingError(
             f"got the batches {_listed(batches)}, of which {_listed(fitted)} are to be fitted; expected some among "

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import layerskip
 from experiments.compare_arms import PLAIN
-from experiments.report import SHORTEST
+from experiments.report import SHORTEST, quartiles
 from experiments.sweep_kinds import KINDS
 from layerskip.errors import InputError
 from layerskip.speedup import speedup_of_rounds, tokens_per_round
@@ -97,7 +97,7 @@ def _figures(
     rates = pooled.acceptance_by_offset if pooled is not None and pooled.proposed else None
     found: dict[str, Any] = {
         "turns": len(own),
-        "speedup": _quartiles([_speed(line) / _speed(base) for line, base in timed]),
+        "speedup": quartiles([_speed(line) / _speed(base) for line, base in timed]),
         "tokens_per_s": median([_speed(line) for line, _ in timed]) if timed else None,
         "first_s": median([line["first_s"] for line in own.values()]) if own else None,
         "identical": sum(_identical(own[turn], plain[turn]) for turn in own if turn in plain),
@@ -117,13 +117,6 @@ def _figures(
         if verify_cost is not None:
             found["predicted"] = _predicted(pooled, found["draft_ratio"], verify_cost)
     return found
-
-
-def _quartiles(values: Sequence[float]) -> list[float] | None:
-    """Within the values, however few there are; of none None."""
-    if len(values) < 2:
-        return [values[0]] * 3 if values else None
-    return quantiles(values, n=4, method="inclusive")
 
 
 def _predicted(stats: layerskip.DecodeStats, draft_ratio: float, verify_cost: Callable[[int], float]) -> float:
@@ -181,7 +174,7 @@ def _sum(counts: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _curve(points: Sequence[Mapping[str, Any]], arm: str) -> tuple[list[float], list[float]]:
-    own = [point for point in points if point["arm"] == arm and point["speedup"] is not None]
+    own = [point for point in points if point["arm"] == arm and point["speedup"] is not None and not point["error"]]
     return [point["value"] for point in own], [point["speedup"][1] for point in own]
 
 

@@ -48,7 +48,8 @@ def predictions(document: Document) -> dict[str, list[tuple[float, float]]]:
 
 
 def _points(document: Document, arm: str) -> list[dict[str, Any]]:
-    return [point for point in document["points"] if point["arm"] == arm]
+    """Of an arm, but for those at which it failed."""
+    return [point for point in document["points"] if point["arm"] == arm and not point["error"]]
 
 
 def _curves(document: Document, kind: Kind) -> Figure:

@@ -108,6 +108,8 @@ def build_engine(
     rounds = take_rounds(decoder, request, context, capacity, pool, compiled, adapter)
     known, release = Memory(), rounds.release
     planned, note = _possible(request, context, rounds, planned, decoder.vocab_size)
+    if any(each.num_siblings or each.width for each in planned.values()):
+        context = replace(context, rule=context.rule.for_trees())
     widest = max((each.width or min(each.most, most) * (1 + each.num_siblings) for each in planned.values()), default=0)
     capacity = max(capacity, max(limits) + widest + 1)
     try:

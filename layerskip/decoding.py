@@ -44,9 +44,9 @@ def decode(
 ) -> GenerationResult:
     """Run `engine` to the end; a streamer gets the prompt, then every token as it is committed."""
     commits = []
-    if streamer is not None:
-        streamer.put(torch.tensor(request.prompts))
     with closing(iter(engine)) as source:
+        if streamer is not None:
+            streamer.put(torch.tensor(request.prompts))
         for commit in source:
             commits.append(commit)
             if streamer is not None:

@@ -47,8 +47,6 @@ class Draft:
         confidences: for each row and draft the probability that the drafter gave the token, where it gives one.
         tree: which token follows which, if some place has several, which then differ; None: each the one before it.
         num_in_chain: of a tree, how many of each row's tokens, its first ones, are a chain; the others stand beside it.
-        is_ranked: the tokens were not drawn, but are those that the target's own draws are likeliest to be
-            (`AcceptanceRule.rank`), which therefore must decide about them.
         is_whole: a tree of which no token can be spared, and none goes before the others: its drafter hears what the
             target said behind each (`Learner`), and it counts how far the target went on whichever path. `num_in_chain`
             is then its depth.
@@ -64,7 +62,6 @@ class Draft:
     confidences: Sequence[Sequence[float]] = field(default_factory=list)
     tree: Tree | None = None
     num_in_chain: Sequence[int] | None = None
-    is_ranked: bool = False
     is_whole: bool = False
     nodes: Sequence[Sequence[Node]] | None = None
 
@@ -92,7 +89,6 @@ def tree_draft(rows: Sequence[Sequence[Node]], lengths: Sequence[int], device: t
         torch.tensor(tokens, dtype=torch.int64, device=device).view(len(rows), width),
         [len(row) for row in rows],
         confidences=[[node.confidence for node in row] for row in rows],
-        is_ranked=True,
         nodes=rows,
     )
     if all(len(row) == length for row, length in zip(rows, lengths, strict=True)):
@@ -168,7 +164,6 @@ def merged(drafts: Sequence[Draft], vocab_size: int) -> Draft:
         num_drafted,
         probs,
         confidences=confidences,
-        is_ranked=any(each.is_ranked for each in drafts),
         is_whole=any(each.is_whole for each in drafts),
     )
     if all(draft.tree is None for draft in drafts):

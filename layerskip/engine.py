@@ -74,8 +74,17 @@ class Engine:
     stats: DecodeStats = field(default_factory=DecodeStats)
 
     def __iter__(self) -> Generator[Commit, None, None]:
-        """Decode to the end, handing out every token as it is committed."""
+        """Decode to the end, handing out every token as it is committed.
+
+        What was taken for the call is given back when the iterator ends, is closed, or is forgotten, read or not.
+        """
+        commits = self._commits()
+        next(commits)
+        return commits
+
+    def _commits(self) -> Generator[Any, None, None]:
         try:
+            yield None  # once: a generator that was never begun would not come to its `finally`
             yield from self.read_prompts()
             while any(self.state.active):
                 yield from self.decode_round()

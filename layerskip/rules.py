@@ -20,7 +20,17 @@ from layerskip.noise import Purpose, exponential_at, uniform
 from layerskip.sampling import distribution
 from layerskip.verify import accept_by_match, accept_by_ratio, accept_in_tree, race
 
-__all__ = ["RULES", "Acceptance", "AcceptanceRule", "Greedy", "Invariant", "Maximal", "draw_token", "make_rule"]
+__all__ = [
+    "RULES",
+    "Acceptance",
+    "AcceptanceRule",
+    "Greedy",
+    "Invariant",
+    "Maximal",
+    "TreeRule",
+    "draw_token",
+    "make_rule",
+]
 
 
 class Acceptance(NamedTuple):
@@ -68,6 +78,18 @@ class AcceptanceRule(Protocol):
         """
         ...
 
+    def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
+        """Decide about `draft` by the target's scores at its positions and one more."""
+        ...
+
+    def for_trees(self) -> TreeRule:
+        """The rule of a call in which drafts may be trees, with the same seeds: of all its rounds, chains included."""
+        ...
+
+
+class TreeRule(AcceptanceRule, Protocol):
+    """A rule by which a tree can be decided about: what the target says at a position depends on nothing drafted."""
+
     def rank(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
     ) -> Tensor:
@@ -75,10 +97,6 @@ class AcceptanceRule(Protocol):
 
         Chosen, not drawn: (batch, tokens, count); other arguments as in `draw`.
         """
-        ...
-
-    def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
-        """Decide about `draft` by the target's scores at its positions and one more."""
         ...
 
 
@@ -102,7 +120,7 @@ class Greedy:
     def rank(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
     ) -> Tensor:
-        """See `AcceptanceRule.rank`."""
+        """See `TreeRule.rank`."""
         return _best(scores, count, ids)
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
@@ -110,6 +128,10 @@ class Greedy:
         best, choices = target_scores.max(dim=-1)
         valid = best > float("-inf")  # not of NaN
         return _matched(draft, choices * valid, valid)
+
+    def for_trees(self) -> Greedy:
+        """See `AcceptanceRule.for_trees`."""
+        return self
 
 
 @dataclass
@@ -138,28 +160,23 @@ class Maximal:
         probs, _ = distribution(scores)
         return draw_token(probs, self.seeds, _counters(positions, round_index), Purpose.TOKEN, ids), probs
 
-    def rank(
-        self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
-    ) -> Tensor:
-        """See `AcceptanceRule.rank`: who arrives first by the noise with which `accept` will draw."""
-        probs, _ = distribution(scores)
-        return _first(probs, self.seeds, _counters(positions, round_index), Purpose.CORRECTION, count, ids)
-
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
-        """See `AcceptanceRule.accept`.
-
-        Ranked tokens depend on the noise of the target's own draws. These do not depend on what is proposed, nor on
-        whether they are asked for, so that the output is distributed as the target's; rejection sampling, whose noise
-        must not be known to the draft, would not be exact.
-        """
+        """See `AcceptanceRule.accept`."""
         target_probs, valid = distribution(target_scores)
         counters = _counters(positions, round_index)
-        if draft.is_ranked:
-            return _matched(draft, draw_token(target_probs, self.seeds, counters, Purpose.CORRECTION), valid)
         uniforms = uniform(self.seeds, counters[:, :-1], Purpose.ACCEPT, 1).squeeze(2)
         accepted, residual = accept_by_ratio(draft.tokens, draft.probs, target_probs, _counts(draft), uniforms)
         next_token = draw_token(residual.unsqueeze(1), self.seeds, counters[:, :1], Purpose.CORRECTION).squeeze(1)
         return Acceptance(accepted, next_token, _leading_valid(valid))
+
+    def for_trees(self) -> Invariant:
+        """See `AcceptanceRule.for_trees`: draft-invariant sampling.
+
+        Rejection sampling takes one draft a place. Matching tokens that were ranked by the noise with which the target
+        draws is exact only if that noise belongs to the position: which tokens a tree leaves out depends on those
+        behind them, hence on the noise of later positions, and these would be drawn anew just where it left some out.
+        """
+        return Invariant(self.seeds)
 
 
 @dataclass
@@ -187,7 +204,7 @@ class Invariant:
     def rank(
         self, scores: Tensor, positions: Tensor, round_index: Tensor, count: int, ids: Tensor | None = None
     ) -> Tensor:
-        """See `AcceptanceRule.rank`: who arrives first by the noise with which the target draws too."""
+        """See `TreeRule.rank`: who arrives first by the noise with which the target draws too."""
         probs, _ = distribution(scores)
         return _first(probs, self.seeds, positions, Purpose.TOKEN, count, ids)
 
@@ -196,6 +213,10 @@ class Invariant:
         target_probs, valid = distribution(target_scores)
         target_tokens = draw_token(target_probs, self.seeds, positions, Purpose.TOKEN)
         return _matched(draft, target_tokens, valid)
+
+    def for_trees(self) -> Invariant:
+        """See `AcceptanceRule.for_trees`."""
+        return self
 
 
 RULES: dict[str, type[Maximal] | type[Invariant]] = {"maximal": Maximal, "invariant": Invariant}

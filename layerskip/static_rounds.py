@@ -86,8 +86,10 @@ class StaticRounds:
                 unsure = (offset for offset, each in enumerate(sure) if each < self.context.confidence_threshold)
                 # Behind the first unsure token, as where drafting stops there; later ones were not looked at.
                 num_drafted[row] = min(num_drafted[row], 1 + next(unsure, count))
-        # Of their own, because programs share their memory: verification may overwrite what drafting returned.
-        return Draft(tokens.clone(), num_drafted, probs)
+        # Without the padding: verification has tiers of its own. And copied, because programs share their memory:
+        # verification may overwrite what drafting returned.
+        longest = max(limits)
+        return Draft(tokens[:, :longest].clone(), num_drafted, None if probs is None else probs[:, :longest])
 
     def verify(self, draft: Draft) -> tuple[Tensor, int]:
         """One pass of the full model over the newest token and the drafts, and what it decides.

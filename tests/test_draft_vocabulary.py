@@ -77,6 +77,18 @@ class TestDrafts:
         draft = propose(vocabulary, suppress_tokens=banned)
         assert set(draft.tokens.flatten().tolist()) <= set(vocabulary) - set(banned)
 
+    def test_a_processor_may_demand_an_id_that_is_not_among_them(self):
+        """The draft is then that id, which its own scores say nothing of; catches one looked up behind their end."""
+
+        def demand(input_ids, scores):
+            return torch.full_like(scores, float("-inf")).index_fill_(1, torch.tensor([VOCAB_SIZE - 1]), 0.0)
+
+        model, options = wrap(agreeing_model("llama")), {"max_new_tokens": 12, "eos_token_id": None}
+        plan = DraftPlan.exit(2, draft_vocabulary=range(40))
+        for governor in ("measured", "off"):
+            result = model.generate(prompt(), plan=plan, governor=governor, logits_processor=[demand], **options)
+            assert result.new_token_ids == [[VOCAB_SIZE - 1] * 12]
+
     def test_end_behind_an_unsure_one(self):
         """Confidence is among the ids that were scored, of which one is certain of itself."""
         assert propose([27], confidence_threshold=1.0).num_drafted == [4, 4, 4]

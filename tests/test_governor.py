@@ -227,6 +227,18 @@ class TestDecisions:
         assert never_asked < 0.5 * PRIORS[0]
         assert own._totals["self"].expected > 4 * once.expected
 
+    def test_rows_that_have_ended_make_nobody_forget(self):
+        """Where they stay in the batch; catches what is known of a source fading once for each of them."""
+        known = {}
+        for ended in (0, 7):
+            own = governor(0.1, rows=1 + ended)
+            own.learn(Decision({"self": [1] * (1 + ended)}, {"self": [0] * (1 + ended)}),
+                      {"self": draft_of([1] * (1 + ended))}, [0] + [None] * ended)  # fmt: skip
+            for _ in range(40):
+                own.learn(Decision({"self": [0] * (1 + ended)}, {"self": [0] * (1 + ended)}), {}, [0] + [None] * ended)
+            known[ended] = own._totals["self"].expected
+        assert known[0] == pytest.approx(known[7])
+
     @pytest.mark.parametrize("room", [0, 1, 3])
     def test_no_draft_is_longer_than_its_room(self, room):
         own = governor(0.05)

@@ -137,6 +137,16 @@ def test_under_the_invariant_rule_heads_change_nothing(plan_of):
         assert model.generate(ROWS, **options, **always(plan)).new_token_ids == own
 
 
+@pytest.mark.parametrize("governor", ["off", "measured"])
+@pytest.mark.parametrize("siblings", [1, 4])
+def test_under_the_other_rule_their_trees_are_decided_by_the_invariant_one(plan_of, siblings, governor):
+    """Which nodes are in a tree of so many depends on those behind them, and so on the noise of later positions."""
+    model = layerskip.wrap(agreeing_model("llama"))
+    options = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": True, "temperature": 0.8, "seed": 5}
+    drafted = model.generate(ROWS, plan=plan_of("llama", num_siblings=siblings), governor=governor, **options)
+    assert drafted.new_token_ids == model.generate(ROWS, acceptance_rule="invariant", **options).new_token_ids
+
+
 def test_a_tree_goes_on_beside_its_chain(plan_of):
     """Guards the tests above: tokens are accepted that stand behind others beside the chain."""
     model, found = layerskip.wrap(agreeing_model("llama")), 0

@@ -187,12 +187,15 @@ class TestAgain:
             thread.join()
         assert got == expected
 
-    def test_a_stream_that_is_left_gives_back_what_it_used(self, recorders):
+    @pytest.mark.parametrize("pieces", [0, 1])
+    def test_a_stream_that_is_left_gives_back_what_it_used(self, recorders, pieces):
+        """Also one that was never begun."""
         from tests.toy_tokenizer import character_tokenizer
 
         model = layerskip.wrap(agreeing_model("llama"), character_tokenizer())
         stream = model.stream(prompt()[0].tolist(), **GREEDY, cuda_graphs=True)
-        next(stream)
+        for _ in range(pieces):
+            next(stream)
         stream.close()
         expected = model.generate(prompt(), **GREEDY).sequences
         assert torch.equal(model.generate(prompt(), **GREEDY, cuda_graphs=True).sequences, expected)

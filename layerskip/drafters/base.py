@@ -219,7 +219,8 @@ def _draw(
     scores = sampler.scores(logits, state.token_ids, prefix_lengths, counts)
     if context.num_siblings:
         count = min(1 + context.num_siblings, scores.shape[-1])
-        ranked = context.rule.rank(scores, where.unsqueeze(1), state.round_tensor, count, vocabulary).squeeze(1)
+        rule = context.rule.for_trees()  # itself, where there are siblings
+        ranked = rule.rank(scores, where.unsqueeze(1), state.round_tensor, count, vocabulary).squeeze(1)
         state.token_ids[state.rows, where] = ranked[:, 0]
         return ranked, None, _confidence(scores, ranked[:, 1:], vocabulary).tolist()
     token, probs = context.rule.draw(scores, where.unsqueeze(1), state.round_tensor, vocabulary)
@@ -235,6 +236,12 @@ def _everywhere(values: Tensor, vocabulary: Tensor, vocab_size: int, elsewhere: 
 
 
 def _confidence(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> Tensor:
-    """Probability of each of `token` (batch, n) among the ids that were scored, (batch, 1, ids): (batch, n)."""
-    index = token if vocabulary is None else torch.searchsorted(vocabulary, token.contiguous())
-    return logits.float().softmax(-1).squeeze(1).gather(-1, index)
+    """Probability of each of `token` (batch, n) among the ids that were scored, (batch, 1, ids): (batch, n).
+
+    0 of others, which a processor may have made the only choice.
+    """
+    probs = logits.float().softmax(-1).squeeze(1)
+    if vocabulary is None:
+        return probs.gather(-1, token)
+    index = torch.searchsorted(vocabulary, token.contiguous()).clamp_(max=len(vocabulary) - 1)
+    return probs.gather(-1, index) * (vocabulary[index] == token)

@@ -11,7 +11,7 @@ What is right on any path of the tree stands. N-grams of the text itself are gue
 option, for the prompt). Different from the paper, a window moves along with the text by as many places as were
 committed, the columns that it leaves behind going on at its other end; it begins as tokens of the prompt; and what
 branches begin with alike is verified once. All tokens are chosen, not drawn: under sampling those stand that the target
-draws, in the window too, and the output is exact (`AcceptanceRule.accept`, `Draft.is_ranked`).
+draws, in the window too, and the output is exact (`TreeRule`).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class LookaheadDrafter:
         places = state.lengths_tensor.unsqueeze(1) + torch.arange(max(counts), device=device)
         state.token_ids.scatter_(1, places, tokens)
         tree, depths = Tree(padded(each for _, each, _ in trees), device), [depth for _, _, depth in trees]
-        return Draft(tokens, counts, tree=tree, num_in_chain=depths, is_ranked=True, is_whole=True)
+        return Draft(tokens, counts, tree=tree, num_in_chain=depths, is_whole=True)
 
     def observe(self, state: DecodeState) -> None:
         """Read what was committed."""

@@ -97,7 +97,7 @@ class Governor(Protocol):
     def trimmed(self, source: str, decision: Decision, draft: Draft) -> Draft:
         """`draft` without the tokens beside its chains that are not worth their places in the verification pass.
 
-        They were chosen, and what the target draws does not depend on them: to leave some out biases nothing.
+        What the target says does not depend on them (`TreeRule`): to leave some out biases nothing.
         """
         ...
 
@@ -283,7 +283,9 @@ class WorthIt:
             self._totals[name].rows = max(1, sum(stood is not None for stood in accepted))
             for row, record in enumerate(records):
                 stood, count = accepted[row], 0 if draft is None else draft.lengths[row]
-                if count and stood is not None and draft is not None:
+                if stood is None:  # it has ended: what others know does not fade by it
+                    continue
+                if count and draft is not None:
                     confidences = draft.confidences[row][:count] if draft.confidences else ()
                     record.record(decision.grades[name][row] or 0, confidences, count, stood)
                     if self.sources[name].num_siblings:

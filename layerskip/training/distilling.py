@@ -102,6 +102,7 @@ class Student:
         weights_at: of a step and the number of all steps: the weight of each offset in the loss.
         state_weight: see `ExitSettings`.
         most_offsets: that it can draft; None: any number.
+        lag: positions at a text's beginning behind which it has nothing to read yet.
     """
 
     modules: nn.Module
@@ -112,6 +113,7 @@ class Student:
     weights_at: Callable[[int, int], list[float]] = lambda step, steps: [1.0]
     state_weight: float = 0.0
     most_offsets: int | None = None
+    lag: int = 0
 
 
 class Distillation:
@@ -226,7 +228,7 @@ class Distillation:
         rows = rows_of_step(step, len(self._train[0]), self._rows_a_step, self.settings.seed)
         weights = self.student.weights_at(step, self.schedule.steps)
         tokens, counts = (each[rows] for each in self._train)
-        counts[:, : len(weights) - 1] = False
+        counts[:, : self.student.lag + len(weights) - 1] = False
         total = max(1, int(counts.sum()))
         parts = (each.split(self.settings.micro_rows) for each in (rows, tokens, counts))
         for some, read, counted in zip(*parts, strict=True):
@@ -251,7 +253,8 @@ class Distillation:
             tokens, own = (each[some].to(state.device) for each in self._held_out)
             outputs = self._outputs(tokens, states, self._judged_offsets)
             choice = _placed(own, self.decoder.logits(state[own].unsqueeze(0))[0].argmax(-1))
-            counted, following = own, F.pad(tokens[:, 1:], (0, 1), value=-1)
+            counted, following = own.clone(), F.pad(tokens[:, 1:], (0, 1), value=-1)
+            counted[:, : self.student.lag] = False
             for offset, output in enumerate(outputs):
                 draft = _placed(own, self._draft(output[own]))
                 asked[offset] += counted.sum().item()

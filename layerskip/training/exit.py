@@ -201,6 +201,7 @@ def _run(
         settings.weights_at,
         settings.state_weight,
         settings.num_heads or None,
+        lag=1 if settings.num_heads else 0,  # heads read the state before the token
     )
     made_for = {"begun_with": None if beginning is None else _digest(beginning)}
     run = Distillation(

@@ -208,8 +208,7 @@ class _Author:
         """What stands before the answers: a given prompt, a chat up to the answer, or a base text's first tokens."""
         rows = self._settings.batch_rows
         if self._prompts is not None:
-            prompts = [self._prompts[(batch * rows + row) % len(self._prompts)] for row in range(rows)]
-            return [_Text(prompt, len(prompt), is_open=True) for prompt in prompts]
+            return self._asked(batch)
         start, end = self.around
         drawn = torch.Generator().manual_seed(seed)
         firsts = torch.randint(self._model.decoder.vocab_size, (rows,), generator=drawn).tolist()
@@ -226,17 +225,40 @@ class _Author:
                 text.tokens, text.is_open = text.tokens + said, not has_ended
         return texts
 
+    def _asked(self, batch: int) -> list[_Text]:
+        """The prompts of a batch: greedy ones answer each once, the others go through them again and again."""
+        assert self._prompts is not None
+        rows, number = self._settings.batch_rows, self._number_of_greedy(batch)
+        first = rows * (self._drawn_before(batch) if number is None else number)
+        prompts = [self._prompts[each % len(self._prompts)] for each in range(first, first + rows)]
+        if number is not None:  # an answer that was given already would be the same, token by token
+            prompts[len(self._prompts) - first :] = []
+        texts = [_Text(prompt, len(prompt), is_open=True) for prompt in prompts]
+        return texts + [_Text([], 0) for _ in range(rows - len(texts))]
+
+    def _greedy_before(self, batch: int) -> int:
+        """How many batches before it are greedy: spread evenly; of given prompts as many as answer each once."""
+        asked = int(batch * self._settings.greedy_share + 0.5)
+        return asked if self._prompts is None else min(asked, -(-len(self._prompts) // self._settings.batch_rows))
+
+    def _drawn_before(self, batch: int) -> int:
+        return batch - self._greedy_before(batch)
+
+    def _number_of_greedy(self, batch: int) -> int | None:
+        """Which of the greedy batches it is; None: it is none."""
+        number = self._greedy_before(batch)
+        return number if number < self._greedy_before(batch + 1) else None
+
     def _generate(self, texts: list[_Text], longest: int, seed: int, options: dict[str, Any]) -> list[_Ids]:
         given = {**_left_out(), **options, "max_new_tokens": longest, "seed": seed}
         return self._model.generate([text.tokens for text in texts], **given).new_token_ids
 
     def _decoding(self, batch: int) -> dict[str, Any]:
-        """How this batch is answered: the greedy ones are spread evenly, the others take turns in temperature."""
-        share, temperatures = self._settings.greedy_share, self._settings.temperatures
-        before, after = int(batch * share + 0.5), int((batch + 1) * share + 0.5)
-        if after > before:
+        """How this batch is answered: greedily, or drawn, at the temperatures in turn."""
+        if self._number_of_greedy(batch) is not None:
             return {"do_sample": False}
-        return {**_DRAWN, "temperature": temperatures[(batch - before) % len(temperatures)]}
+        temperatures = self._settings.temperatures
+        return {**_DRAWN, "temperature": temperatures[self._drawn_before(batch) % len(temperatures)]}
 
 
 def _digest(content: Any) -> str | None:
