@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from layerskip.models.adapter import AdapterSpec
 from layerskip.models.adapter_file import make_adapter, save_adapter
 from tests.checkpoints import save_tiny
 from tests.small_training import SMALL, some_texts
+from tests.tiny_models import transformers_greedy
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = [
@@ -401,10 +403,18 @@ class TestFaults:
         code, out = compare("--arms", "lookup", "--set", "lookup.lookup_tonkens=2", out=out.parent / "other")
         assert "unknown plan field 'lookup_tonkens'" in figures(module_of, out)["lookup"]["error"]
 
-    def test_sampled(self, compare, module_of):
+    def test_sampled(self, compare, place):
         code, out = compare("--arms", "lookup,hf-greedy", "--temperature", "0.8", "--tuning-questions", "0")
         assert code == 0
         assert "sampled at temperature 0.8" in (out / "report.md").read_text()
+        model = AutoModelForCausalLM.from_pretrained(place / "tiny", dtype=torch.float64)
+        for arm in ("plain", "lookup", "hf-greedy"):
+            runs = [line for line in lines_of(out) if line["kind"] == "run" and line["arm"] == arm]
+            likeliest = [
+                transformers_greedy(model, torch.tensor([line["prompt"]]), max_new_tokens=10)[0, len(line["prompt"]) :]
+                for line in runs
+            ]
+            assert any(line["tokens"] != each.tolist() for line, each in zip(runs, likeliest, strict=True)), arm
         assert [line for line in lines_of(out) if line["kind"] == "parting"] == []
 
     def test_where_answers_part_is_looked_into(self, compare, extra_arm, module_of, monkeypatch):
@@ -604,3 +614,46 @@ class TestRows:
         assert draft.generation_config.num_assistant_tokens == before
         assert arm.settings["transformers"]["drafting"] == fixed
         json.dumps(arm.settings)
+
+    def test_what_transformers_adapts_is_the_arms_own(self, module_of, place):
+        """From call to call, and another arm on the same objects begins where the checkpoint does."""
+        target, draft = (AutoModelForCausalLM.from_pretrained(place / name) for name in ("tiny", "draft"))
+        first, begun, generate = draft.generation_config.num_assistant_tokens, [], target.generate
+
+        def noted(*given, **settings):
+            begun.append(draft.generation_config.num_assistant_tokens)
+            return generate(*given, **settings)
+
+        target.generate = noted
+        schedule = {"num_assistant_tokens_schedule": "heuristic"}
+        arms = [module_of("arms").transformers_arm(name, target, schedule, assistant_model=draft) for name in "ab"]
+        for arm in (arms[0], arms[0], arms[1]):
+            arm.call([[5, 6, 7, 8]], 8)
+            assert draft.generation_config.num_assistant_tokens == first
+        assert begun[0] == begun[2] == first != begun[1]
+
+    def test_settings_reach_generate(self, module_of, place):
+        target, seen = AutoModelForCausalLM.from_pretrained(place / "tiny"), {}
+        generate = target.generate
+
+        def noted(*given, **settings):
+            seen.update(settings)
+            return generate(*given, **settings)
+
+        target.generate = noted
+        settings = {"cache_implementation": "static", "do_sample": True, "temperature": 0.3}
+        module_of("arms").transformers_arm("x", target, **settings).call([[5, 6, 7, 8]], 4)
+        assert settings.items() <= seen.items()
+
+    def test_packages_that_say_no_times_are_called_twice(self, module_of):
+        """For one token, and for all; what they decode behind the end of the text is decoded in that time, too."""
+
+        def decode(row, new_tokens):
+            assert row == [3, 4]
+            time.sleep(0.01 if new_tokens == 1 else 0.04)
+            return ([5], 1) if new_tokens == 1 else ([5, 6, 2, 0, 0], 3)
+
+        run = module_of("outside_arms")._timed("x", {}, {2}, decode).call([[3, 4]], 5)
+        assert (run.tokens, run.decoded, run.passes, run.stats) == ([[5, 6, 2]], 4, 3, None)
+        assert 0.01 <= run.first_s < 0.04 <= run.call_s
+        assert run.decode_s == pytest.approx(run.call_s - run.first_s)

@@ -212,7 +212,7 @@ class WorthIt:
     def goes_on(self, source: str, decision: Decision) -> GoesOn | None:
         """See `Governor.goes_on`."""
         limits, grades, records = decision.limits[source], decision.grades[source], self._records[source]
-        reach = [float(limit > 0) for limit in limits]
+        reach, columns = [float(limit > 0) for limit in limits], self._columns(source, self.sources[source].most + 2)
 
         def goes_on(offset: int, confidences: Sequence[float | None]) -> list[bool]:
             chances = []
@@ -224,9 +224,9 @@ class WorthIt:
                 if self._columns_beside(source) > 0:
                     chance += (1 - chance) * records[row].beside
                 chances.append(reach[row] * chance)
-            # Another step costs the same for one row as for all.
+            # Another step costs the same for one row as for all, and so do its columns, of those beside it too.
             drafting = self._drafting(source, offset + 2) - self._drafting(source, offset + 1)
-            price = drafting + self.costs.verify(offset + 3) - self.costs.verify(offset + 2)
+            price = drafting + self.costs.verify(1 + columns[offset + 2]) - self.costs.verify(1 + columns[offset + 1])
             is_worth_it = sum(chances) > price * decision.rate
             return [is_worth_it and chance >= _LEAST_GAIN for chance in chances]
 
