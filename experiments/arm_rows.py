@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import layerskip
 from experiments.arms import GREEDY, Arm
 from experiments.subjects import Subject
-from layerskip.errors import SettingError
+from layerskip.errors import SettingError, UnsupportedModelError
 from layerskip.models.families import geometry_of
 from layerskip.models.loading import quiet
 
@@ -79,9 +79,12 @@ class Workshop:
         return sum(each.numel() * each.element_size() for each in self.hf_draft_model.parameters())
 
     @property
-    def hf_draft_cache_bytes(self) -> int:
-        """Of the draft model's cache, for each token."""
-        geometry = geometry_of(self.hf_draft_model.config)
+    def hf_draft_cache_bytes(self) -> int | None:
+        """Of the draft model's cache, for each token; None: its config says nothing that is known here."""
+        try:
+            geometry = geometry_of(self.hf_draft_model.config)
+        except (AttributeError, UnsupportedModelError):
+            return None
         entries = 2 * geometry.num_layers * geometry.kv_heads * geometry.head_dim
         return entries * self.subject.dtype.itemsize
 

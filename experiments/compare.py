@@ -31,7 +31,7 @@ import layerskip
 from experiments.arm_rows import ArmRow, Workshop, name_of
 from experiments.compare_arms import ARMS, PLAIN, PLAN_FILES
 from experiments.compare_report import MARKDOWN, PAGE, compare_answers, write_report
-from experiments.comparing import Comparison
+from experiments.comparing import Comparison, longest_prompt
 from experiments.conditions import conditions
 from experiments.program import exit_code
 from experiments.questions import HUMAN_EVAL, Question, read_questions, split, spread
@@ -45,6 +45,9 @@ from layerskip.models.synthetic import GEOMETRIES
 __all__ = ["add_arm_options", "draft_model_digest", "given_settings", "main", "plan_digest", "plans_of", "setting"]
 
 RECORDED = ("new_tokens", "repeats", "per_category", "tuning_questions", "temperature", "governor", "raw", "exit")
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")  # of a checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,6 +100,8 @@ def _compare(options: Namespace) -> None:
     for name, row in rows.items():
         row.check(name, shop)
     given = given_settings(options, rows)
+    longest_prompt(shop.model, report, options.new_tokens, options.raw)  # before anything is written
+    described = _described(options, rows, given, shop, questions)
     log = RunLog(options.out, conditions(shop.model, [repr(each) for each in report]), options.resume)
     console = Console(stderr=True)
     with console.status("") as status:
@@ -104,7 +109,7 @@ def _compare(options: Namespace) -> None:
             shop, log, rows, given, tuning, report, options.new_tokens, options.repeats, options.raw, options.gaps,
             status.update,
         )  # fmt: skip
-        comparison.run(_described(options, rows, given, shop, questions))
+        comparison.run(described)
 
 
 def _to_tune_on(questions: Sequence[Question], count: int | None) -> list[Question]:
@@ -139,17 +144,20 @@ def _described(options: Namespace, rows: Mapping[str, ArmRow], given: Mapping[st
 
 
 def plan_digest(plan: layerskip.DraftPlan) -> str:
-    """What tells plans apart, without the machine's own paths."""
+    """What tells plans apart, without the machine's own paths: what they say, and what was trained for them."""
     fields = {name: value for name, value in vars(plan).items() if name not in ("provenance", "target", "adapter")}
+    fields["draft_model"] = draft_model_digest(plan.draft_model) if isinstance(plan.draft_model, str) else None
     trained = None if plan.adapter is None else file_digest(Path(plan.adapter))
     return hashlib.sha256(repr((sorted(fields.items()), trained)).encode()).hexdigest()[:16]
 
 
 def draft_model_digest(path: str | None) -> str | None:
-    """What tells draft models apart: the name and, of a folder, what its weights are."""
-    if path is None or not Path(path).is_dir():
+    """What tells draft models apart, likewise: the name and, where it is on this machine, what its weights are."""
+    if path is None or not Path(path).exists():
         return path
-    return " ".join([Path(path).name, *map(file_digest, sorted(Path(path).glob("*.safetensors")))])
+    place = Path(path)
+    files = [place] if place.is_file() else [each for kind in _WEIGHTS for each in sorted(place.glob(kind))]
+    return " ".join([place.name, *map(file_digest, files)])
 
 
 def file_digest(file: Path) -> str:

@@ -102,6 +102,8 @@ def _protocol(document: Mapping[str, Any]) -> list[str]:
         if questions["tuning"]
         else "No settings were tuned."
     )
+    repeats = "once, " if options["repeats"] == 1 else f"{options['repeats']} times, "
+    repeats = repeats if document["is_whole"] else ""
     return [
         *(
             []
@@ -112,7 +114,7 @@ def _protocol(document: Mapping[str, Any]) -> list[str]:
             ]
         ),
         f"All arms decoded the same {questions['answered']} questions, "
-        f"{'once' if options['repeats'] == 1 else str(options['repeats']) + ' times'}, one after another in "
+        f"{repeats}one after another in "
         f"one process, on the same weights, up to {options['new_tokens']} new tokens, batch 1, "
         f"{'greedily' if sampled is None else f'sampled at temperature {sampled}'}, in another order at every turn. "
         "Of a conversation, each turn is a call on the whole text, and what was answered before is plain "

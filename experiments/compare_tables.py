@@ -86,9 +86,9 @@ def _overview(document: Document) -> Table:
     ]
     return Table(
         "Overview",
-        "Each arm with the settings that did best on the tuning half, the fastest first: speed over plain decoding "
-        f"({_INTERVAL}), over transformers' greedy decoding, tokens a round, weights beside the model's, answers that "
-        "are plain's token by token.",
+        "Each arm with the settings that did best on the tuning half, if it was tuned, the fastest first: speed over "
+        f"plain decoding ({_INTERVAL}), over transformers' greedy decoding, tokens a round, weights beside the "
+        "model's, answers that are plain's token by token.",
         ("arm", "what", "÷ plain", "÷ transformers", "tokens/round", "further weights, MB", "identical"),
         tuple(rows),
     )

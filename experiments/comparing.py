@@ -22,7 +22,7 @@ from experiments.run_lines import RunLog, run_of, run_to_dict
 from layerskip.errors import DecodingError, InputError, SettingError
 from layerskip.exactness import first_difference
 
-__all__ = ["Comparison", "Contestant", "TUNED", "in_words", "sizes_of"]
+__all__ = ["Comparison", "Contestant", "TUNED", "in_words", "longest_prompt", "sizes_of"]
 
 TUNED = ", tuned"  # behind an arm's name
 
@@ -33,7 +33,7 @@ class Contestant:
 
     Attributes:
         arm: None: it could not be made, or has failed.
-        error: why it has failed.
+        error: why a call of it has failed.
     """
 
     name: str
@@ -74,14 +74,15 @@ class Comparison:
             options: all that says what is compared; resumed comparisons must be of the same.
         """
         self._begin(options)
+        if any(self.log.of("end")):
+            return
         contestants = list(self._contestants())
         questions = [each for _ in range(self.repeats) for each in self.report]
         for index, question in enumerate(questions):
             self.show(f"question {index + 1} of {len(questions)}")
             self._ask(contestants, question, index // len(self.report), "report", turn_by_turn=True)
         self._look_into_partings()
-        if not any(self.log.of("end")):
-            self.log.write("end")
+        self.log.write("end")
 
     def _begin(self, options: Mapping[str, Any]) -> None:
         names = {"tuning": [each.id for each in self.tuning], "report": [each.id for each in self.report]}
@@ -97,8 +98,9 @@ class Comparison:
             default = self.given.get(name, row.grid[0])
             contestant = self._made(Contestant(name, row, default))
             yield contestant
-            if contestant.arm is not None and name not in self.given and len(row.grid) > 1 and self.tuning:
-                chosen = self._tuned(name, row, plain)
+            if name not in self.given and len(row.grid) > 1 and self.tuning:
+                was_tuned = any(self.log.of("tuned", arm=name))
+                chosen = self._tuned(name, row, plain) if was_tuned or contestant.arm is not None else None
                 if chosen is not None and chosen != default:
                     yield self._made(Contestant(name + TUNED, row, chosen))
 
@@ -138,15 +140,7 @@ class Comparison:
         return self.new_tokens if self.shop.subject.device.type == "cuda" else WARM_UP_TOKENS
 
     def _longest(self) -> list[int]:
-        prompts = [self._prompt(question, ()) for question in self.report]
-        fitting = [each for each in prompts if self._fits(each)]
-        if not fitting:
-            shortest, most = min(map(len, prompts)), self.shop.model.decoder.max_positions
-            raise InputError(
-                f"got questions of {shortest:,} tokens and more, and --new-tokens {self.new_tokens:,}, for a model of "
-                f"{most:,} positions; expected one that fits. Give fewer new tokens or shorter questions."
-            )
-        return max(fitting, key=len)
+        return longest_prompt(self.shop.model, self.report, self.new_tokens, self.raw)
 
     def _tuned(self, name: str, row: ArmRow, plain: Contestant) -> Settings | None:
         """The settings of the grid that are fastest on the tuning half; None: none of them works."""
@@ -282,13 +276,38 @@ class Comparison:
         return {"error": None, **{name: getattr(found, name) for name in names}}
 
     def _prompt(self, question: Question, answers: Sequence[str]) -> list[int]:
-        tokenizer = self.shop.model.tokenizer
-        if tokenizer is None:
-            raise SettingError("got a checkpoint without a tokenizer; expected one, for questions are in words.")
-        return token_ids(question, answers, tokenizer, self.raw)
+        return prompt_of(self.shop.model, question, answers, self.raw)
 
     def _fits(self, prompt: Sequence[int]) -> bool:
         return len(prompt) + self.new_tokens <= self.shop.model.decoder.max_positions
+
+
+def prompt_of(model: layerskip.Model, question: Question, answers: Sequence[str], raw: bool) -> list[int]:
+    """The token ids of the turn behind `answers`.
+
+    Raises:
+        SettingError: the checkpoint has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise SettingError("got a checkpoint without a tokenizer; expected one, for questions are in words.")
+    return token_ids(question, answers, model.tokenizer, raw)
+
+
+def longest_prompt(model: layerskip.Model, questions: Sequence[Question], new_tokens: int, raw: bool) -> list[int]:
+    """Of the first turns that fit into the model.
+
+    Raises:
+        SettingError: see `prompt_of`.
+        InputError: none fits.
+    """
+    prompts, most = [prompt_of(model, question, (), raw) for question in questions], model.decoder.max_positions
+    fitting = [each for each in prompts if len(each) + new_tokens <= most]
+    if not fitting:
+        raise InputError(
+            f"got questions of {min(map(len, prompts)):,} tokens and more, and --new-tokens {new_tokens:,}, for a "
+            f"model of {most:,} positions; expected one that fits. Give fewer new tokens or shorter questions."
+        )
+    return max(fitting, key=len)
 
 
 def sizes_of(model: layerskip.Model) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def geometric_mean_of(groups: Mapping[str, Sequence[float]]) -> Mean | None:
     generator = np.random.default_rng(0)
     resampled = np.zeros(_RESAMPLES)
     for values in logs:
-        drawn = values if len(values) > 1 else values + spread
+        drawn = values.mean() + (_residuals(values) if len(values) > 1 else spread)
         count = len(values)
         resampled += drawn[generator.integers(len(drawn), size=(_RESAMPLES, count))].mean(axis=1) / len(logs)
     low, high = np.exp(np.quantile(resampled, (0.025, 0.975)))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +20,8 @@ from layerskip.errors import InputError
 from layerskip.text import encode
 
 __all__ = ["HUMAN_EVAL", "Question", "evenly", "read_questions", "split", "spread", "token_ids"]
+
+T = TypeVar("T")
 
 HUMAN_EVAL = "human-eval"
 UNNAMED = "prompts"  # the category of lines that name none
@@ -144,8 +146,8 @@ def spread(questions: Sequence[Question], a_category: int | None) -> list[Questi
     return [question for of_each in rounds for question in of_each if question is not None]
 
 
-def evenly(questions: Sequence[Question], count: int | None) -> list[Question]:
-    """At most `count` of the questions, spread evenly over them; None: all."""
+def evenly(questions: Sequence[T], count: int | None) -> list[T]:
+    """At most `count` of the questions (or whatever they are), spread evenly over them; None: all."""
     count = len(questions) if count is None else min(count, len(questions))
     return [questions[index * len(questions) // count] for index in range(count)]
 

@@ -57,8 +57,9 @@ def _markdown(document: Document) -> str:
 def _sentences(document: Document) -> list[str]:
     said = []
     for arm in document["arms"]:
-        worst = min((point for point in document["points"] if point["arm"] == arm and point["speedup"] is not None),
-                    key=lambda point: float(point["speedup"][1]), default=None)  # fmt: skip
+        own = (point for point in document["points"] if point["arm"] == arm and not point["error"])
+        timed = (point for point in own if point["speedup"] is not None)
+        worst = min(timed, key=lambda point: float(point["speedup"][1]), default=None)
         if worst is None:
             said.append(f"{arm} has no answer that could be timed.")
             continue

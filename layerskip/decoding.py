@@ -15,6 +15,7 @@ from layerskip.engine import Engine
 from layerskip.errors import InputError
 from layerskip.request import Request
 from layerskip.result import GenerationResult
+from layerskip.rules import RULES
 from layerskip.scores import by_step
 
 __all__ = ["check_stream", "check_streamer", "decode", "make_result"]
@@ -68,6 +69,8 @@ def make_result(
         _, *notes = engine.stats.execution.split("; ", 1)
         engine.stats.execution = "; ".join([f"static: {engine.static.obstacle}", *notes])
     new_token_ids = [[commit.token_id for commit in row] for row in rows]
+    acted = (name for name, kind in RULES.items() if isinstance(engine.context.rule, kind))
+    rule = next(acted, request.acceptance_rule)  # not the one that was asked for, where trees were verified
     settings = request.settings
     pad = settings.pad_token_id if settings.pad_token_id is not None else (*settings.eos_token_id, 0)[0]
     return GenerationResult(
@@ -76,7 +79,7 @@ def make_result(
         drafted=[[commit.drafted for commit in row] for row in rows],
         finish_reasons=[(row[-1].finish_reason if row else None) or "closed" for row in rows],
         stats=engine.stats,
-        settings=request.effective_settings(),
+        settings={**request.effective_settings(), "acceptance_rule": rule},
         plan=request.plan,
         tokenizer=tokenizer,
         scores=by_step([[commit.said.scores for commit in row] for row in rows], pad),

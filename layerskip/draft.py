@@ -50,6 +50,7 @@ class Draft:
         is_whole: a tree of which no token can be spared, and none goes before the others: its drafter hears what the
             target said behind each (`Learner`), and it counts how far the target went on whichever path. `num_in_chain`
             is then its depth.
+        steps: that the drafter took for it, where it took more than the longest chain has tokens (a recorded program).
         nodes: the same tokens as numbers, where they were ranked and are not yet joined with others'.
     """
 
@@ -63,6 +64,7 @@ class Draft:
     tree: Tree | None = None
     num_in_chain: Sequence[int] | None = None
     is_whole: bool = False
+    steps: int | None = None
     nodes: Sequence[Sequence[Node]] | None = None
 
     @property

@@ -225,8 +225,8 @@ class Engine:
         decide_s, *drafting_s = laps[: 1 + 2 * len(drafts)]
         merge_s, verify_s, *rest = laps[1 + 2 * len(drafts) :]
         host_s = decide_s + merge_s + sum(rest)
-        depths = [each.depth for each in drafts.values()]
-        made = dict(zip(drafts, zip(depths, drafting_s[1::2], strict=True), strict=True))
+        steps = [each.depth if each.steps is None else each.steps for each in drafts.values()]
+        made = dict(zip(drafts, zip(steps, drafting_s[1::2], strict=True), strict=True))
         self.governor.note_times(made, width, verify_s + host_s)
         self.stats.draft_s += sum(drafting_s)
         self.stats.verify_s += verify_s

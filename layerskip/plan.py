@@ -45,7 +45,7 @@ class DraftPlan:
             head of a large vocabulary costs as much as several blocks; acceptance stays exact.
         num_draft_tokens: most tokens that the path, or the other model, drafts a round; 0: it drafts nothing.
         num_siblings: further tokens that are proposed beside each of these drafts, and verified in the same pass, as a
-            tree; all are then ranked, not drawn (`AcceptanceRule.rank`). It takes drafts of one token after another,
+            tree; all are then ranked, not drawn (`TreeRule.rank`). It takes drafts of one token after another,
             and processors that do not look at the text; elsewhere, and in rounds of fixed shapes, chains are drafted.
             Of heads these tokens may follow one another, in a tree of as many nodes.
         lookup_tokens: most tokens a round that are copied from where the text last went on from the same words (prompt

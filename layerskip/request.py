@@ -45,7 +45,8 @@ class CallOptions(TypedDict, total=False):
     seed: row `r` of a batch uses ``seed + r``, or ``seed[r]``; None draws one from torch's global generator. Under
         "maximal" the text of a seed depends on what is drafted, and with the governor "measured" that depends on
         clocks: for texts that repeat use "invariant", or another governor.
-    acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan.
+    acceptance_rule: "maximal" accepts most; "invariant" gives for a seed the same text whatever the plan, and decides
+        in any case where trees are verified.
     prefill_chunk_size: prompts are read so many tokens (of each row) at a time, 1,024 if nothing is said, so that what
         a pass needs beside the cache does not grow with the prompt; None: in one pass.
     output_scores, output_logits: keep the target's scores and logits of each new token (`GenerationResult.scores`,

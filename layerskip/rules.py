@@ -162,6 +162,7 @@ class Maximal:
 
     def accept(self, draft: Draft, target_scores: Tensor, positions: Tensor, round_index: Tensor) -> Acceptance:
         """See `AcceptanceRule.accept`."""
+        assert draft.tree is None, "a tree is for the rule of `for_trees`"
         target_probs, valid = distribution(target_scores)
         counters = _counters(positions, round_index)
         uniforms = uniform(self.seeds, counters[:, :-1], Purpose.ACCEPT, 1).squeeze(2)

@@ -89,7 +89,8 @@ class StaticRounds:
         # Without the padding: verification has tiers of its own. And copied, because programs share their memory:
         # verification may overwrite what drafting returned.
         longest = max(limits)
-        return Draft(tokens[:, :longest].clone(), num_drafted, None if probs is None else probs[:, :longest])
+        probs = None if probs is None else probs[:, :longest]
+        return Draft(tokens[:, :longest].clone(), num_drafted, probs, steps=count)
 
     def verify(self, draft: Draft) -> tuple[Tensor, int]:
         """One pass of the full model over the newest token and the drafts, and what it decides.

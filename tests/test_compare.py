@@ -270,6 +270,34 @@ class TestFaults:
         assert code == 0
         assert figures(module_of, out)["extra"]["error"] == "RuntimeError: no memory left"
 
+    def test_one_that_is_done_is_not_begun_again(self, compare, extra_arm, module_of):
+        """Whatever an arm would say now: its answers are there."""
+        fails = []
+
+        def before(prompts, new_tokens):
+            if fails:
+                raise RuntimeError("no memory left")
+
+        extra_arm(before)
+        code, out = compare("--arms", "extra")
+        assert code == 0
+        lines = lines_of(out)
+        fails.append(True)
+        assert compare("--arms", "extra", "--resume")[0] == 0
+        assert lines_of(out) == lines and figures(module_of, out)["extra"]["error"] is None
+
+    def test_a_refusal_leaves_nothing_that_was_begun(self, compare, tmp_path, capsys):
+        long = {"question_id": "long", "category": "long", "turns": ["a" * 200]}
+        data = write_lines(tmp_path / "long.jsonl", [long])
+        code, out = compare("--data", str(data), "--arms", "lookup", "--tuning-questions", "0")
+        assert code == 2 and not out.exists()
+
+    def test_a_question_that_is_answered_twice_is_no_second_one(self, module_of, tmp_path):
+        answers = {"question_id": "1", "category": "qa", "turns": ["a"]}
+        twice = write_lines(tmp_path / "twice.jsonl", [answers, answers])
+        with pytest.raises(InputError, match="with 2 lines for 1 questions"):
+            module_of("compare_report").compare_answers(twice, twice)
+
     def test_other_weights_are_no_resumption(self, module_of, tmp_path):
         """Two trainings of one recipe make plans that differ in nothing but their file of weights."""
         (tmp_path / "a.safetensors").write_bytes(b"1")

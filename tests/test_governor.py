@@ -256,6 +256,17 @@ class TestDecisions:
         assert own.goes_on("self", decision)(0, [0.99]) == [True]
         assert own.goes_on("self", decision)(0, [0.1]) == [False]
 
+    def test_a_further_draft_costs_the_columns_of_its_siblings_too(self):
+        """Catches a price of one column for a draft that takes five."""
+        asked = {}
+        for columns in (0.0, 4.0):
+            own = governor(0, slope=0.05, self=Source(4, 0.05, (0.6, 0.6, 0.6, 0.6), 100, num_siblings=4))
+            own._records["self"][0].rounds, own._records["self"][0]._beside = 9, (0.0, 99.0)
+            own._beside["self"].extend([columns] * 9)
+            decision = Decision({"self": [4]}, {"self": [0]}, rate=1.6)
+            asked[columns] = own.goes_on("self", decision)(0, [0.6])
+        assert asked == {0.0: [True], 4.0: [False]}
+
     def test_without_governor_everything_is_drafted(self):
         own = Always({"self": Source(4, 0.5), "lookup": Source(6, 0.0)})
         decision = own.decide([ROOM, ROOM, 2, -1], {"self": [0] * 4, "lookup": [3, None, 1, 1]})
@@ -343,7 +354,11 @@ class TestCostsOfSeveralRows:
 
     def test_a_slow_first_step_makes_no_wider_pass_look_cheap(self):
         """As behind a long prompt; a draft is then not worth what it would be beside such steps."""
-        costs = self.measured(8, [(1, 2.0), *[(1, 1.0)] * 3, (2, 1.5), (2, 1.5)])
+        costs, plain = self.measured(8, []), iter([2.0, *[1.0] * 9])
+        while costs.lacks_plain():
+            costs.note_verify(1, next(plain))
+        while costs.lacks_wider():
+            costs.note_verify(2, 1.5)
         assert costs.verify(2) > 1.3 * costs.verify(1)
 
     def test_fewer_rows_take_one_look(self):

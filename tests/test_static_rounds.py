@@ -11,10 +11,11 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 import layerskip
-from layerskip import DraftPlan, SettingError, static_rounds
+from layerskip import CostRatios, DraftPlan, SettingError, static_rounds
+from layerskip.governor import WorthIt
 from layerskip.recording import Direct
 from layerskip.static_pool import StaticPool
-from layerskip.static_rounds import TIERS, tier_of
+from layerskip.static_rounds import TIERS, StaticRounds, tier_of
 from tests.special_models import agreeing_model
 from tests.tiny_models import REPRESENTATIVES, prompt, tiny_model, transformers_greedy
 
@@ -186,6 +187,30 @@ class TestAgain:
         for thread in threads:
             thread.join()
         assert got == expected
+
+    def test_a_recorded_draft_is_padded_for_itself_alone(self, recorders, monkeypatch):
+        """Verification is as wide as what was asked for, and a step of the draft costs its share of all that ran."""
+        noted, asked = [], []
+        note, draft = WorthIt.note_times, StaticRounds.draft
+
+        def note_times(self, made, width, seconds):
+            noted.append((made["self"][0] if "self" in made else 0, width))
+            note(self, made, width, seconds)
+
+        def drafted(self, name, drafter, limits):
+            asked.append(max(limits))
+            return draft(self, name, drafter, limits)
+
+        monkeypatch.setattr(WorthIt, "note_times", note_times)
+        monkeypatch.setattr(StaticRounds, "draft", drafted)
+        plan = DraftPlan.exit(3, num_draft_tokens=5)
+        costs = {"governor": "fixed", "cost_ratios": CostRatios(draft=0.05, verify_slope=0.01)}
+        model = layerskip.wrap(agreeing_model("llama"))
+        model.generate(prompt(), plan=plan, **costs, **GREEDY, cuda_graphs=True)
+        made = [(steps, width) for steps, width in noted if steps]
+        assert 5 in asked and made
+        assert all(steps in TIERS for steps, _ in made)
+        assert {width for _, width in made} <= {1 + tier for tier in TIERS}
 
     @pytest.mark.parametrize("pieces", [0, 1])
     def test_a_stream_that_is_left_gives_back_what_it_used(self, recorders, pieces):

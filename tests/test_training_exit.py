@@ -21,7 +21,7 @@ from layerskip.training.exit import _run
 from layerskip.training.folder import CHECKPOINT
 from layerskip.training.loop import Schedule
 from layerskip.training.teacher import Teacher
-from tests.small_training import WrappedLinear, interrupted
+from tests.small_training import WrappedLinear, interrupted, some_texts
 from tests.tiny_models import NUM_LAYERS, tiny_model
 
 SMALL = ExitSettings(
@@ -442,3 +442,20 @@ def test_the_schedule():
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0) and rates[99] == pytest.approx(0.05, abs=1e-3)
     assert sorted(rates[10:], reverse=True) == rates[10:]
+
+
+def test_where_heads_have_nothing_to_read_does_not_count(model, tmp_path):
+    """The n-th head puts out zeros at a text's first n positions; catches these counted as guesses."""
+    settings = dataclasses.replace(SMALL, exit_layer=0, num_blocks=0, num_heads=3, offsets=3)
+    run = make_run(model, some_texts(), settings, tmp_path)
+    before = sum(float(loss.detach()) for loss in run.losses(0)), run.evaluate()
+    outputs = run.student.outputs
+
+    def spoilt(*given):
+        found = [each.clone() for each in outputs(*given)]
+        for positions, each in enumerate(found, 1):
+            each[:, :positions] = torch.randn_like(each[:, :positions])
+        return found
+
+    run.student = dataclasses.replace(run.student, outputs=spoilt)
+    assert (sum(float(loss.detach()) for loss in run.losses(0)), run.evaluate()) == before

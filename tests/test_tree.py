@@ -259,6 +259,9 @@ def test_under_the_other_rule_trees_are_decided_by_the_invariant_one(plans, plan
     drafted = model.generate(ROWS, plan=plans[plan], governor=governor, **ratios, **options)
     own = model.generate(ROWS, acceptance_rule="invariant", **options)
     assert drafted.new_token_ids == own.new_token_ids
+    assert drafted.settings["acceptance_rule"] == "invariant"
+    chains = model.generate(ROWS, plan=dataclasses.replace(plans[plan], num_siblings=0), **options)
+    assert chains.settings["acceptance_rule"] == "maximal"
 
 
 @pytest.mark.parametrize("plan", ["exit", "jump"])

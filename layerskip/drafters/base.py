@@ -219,7 +219,8 @@ def _draw(
     scores = sampler.scores(logits, state.token_ids, prefix_lengths, counts)
     if context.num_siblings:
         count = min(1 + context.num_siblings, scores.shape[-1])
-        rule = context.rule.for_trees()  # itself, where there are siblings
+        rule = context.rule.for_trees()
+        assert rule is context.rule, "where drafts have siblings the whole call's rule is one for trees"
         ranked = rule.rank(scores, where.unsqueeze(1), state.round_tensor, count, vocabulary).squeeze(1)
         state.token_ids[state.rows, where] = ranked[:, 0]
         return ranked, None, _confidence(scores, ranked[:, 1:], vocabulary).tolist()

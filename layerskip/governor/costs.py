@@ -21,7 +21,7 @@ VERIFY_SLOPE = 0.02  # of a plain step for each further token, until measured; S
 _SLOPE_WEIGHT = 2  # of the slope above, in measurements of any width
 _PRIOR_WEIGHT = 3  # of what the slope says of a width, in measurements of that width
 # Plain steps, then wider ones, before several rows draft. The first plain one behind a long prompt may be slow: by it
-# wider ones would look cheap for long, which a median of four bears. A slow wider one does no harm.
+# wider ones would look cheap for long, which a median of four bears. A slow wider one only delays drafts.
 _FIRST_PLAIN, _FIRST_WIDER = 4, 2
 _LONGEST_WITHOUT = 128  # rounds, before a plain step, or with several rows a wider one, is measured again
 _LONG_WINDOW = 36  # the same of ratios, which move less: a slower machine is not to be taken for dearer passes

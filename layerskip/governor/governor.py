@@ -117,7 +117,9 @@ class Governor(Protocol):
         ...
 
     def note_times(self, draft_s: Mapping[str, tuple[int, float]], width: int, verify_s: float) -> None:
-        """Each drafter's `Draft.depth` and seconds, and the seconds of all that followed, over `width` tokens."""
+        """How many drafts one behind the other each drafter made, in how many seconds; and the seconds of all that
+        followed, over `width` tokens.
+        """
         ...
 
     def keep_rows(self, rows: Sequence[int]) -> None:

@@ -37,6 +37,7 @@ _CACHE = "texts.jsonl"
 _LONGEST_QUESTION = 96
 _LONGEST_START = 32  # of a base model's text: drawn, so that no two greedy texts are the same
 _KEY_TOKENS = 32  # texts that begin with the same are the same text
+_SCHEDULE = 2  # of given prompts, by which texts of an older one are not gone on with
 _FRUITLESS = 4  # batches without a new text, after which there will be none
 _MESSAGES = ("A", "z")  # alike neither at their beginning nor at their end
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 64}
@@ -51,7 +52,8 @@ class WritingSettings:
         row_tokens: of a row; no text is longer.
         batch_rows: texts that are written at once.
         temperatures: of the answers, one batch after another.
-        greedy_share: of the batches, whose answers are greedy; what users say is always drawn.
+        greedy_share: of the batches, whose answers are greedy; what users say is always drawn, and of given prompts
+            each is answered greedily once.
         seed: of everything that is drawn.
     """
 
@@ -109,7 +111,7 @@ def write_texts(
         **{name: value for name, value in asdict(settings).items() if name != "tokens"},
         "model": asdict(model.identity),
         "chat_template": _digest(getattr(model.tokenizer, "chat_template", None)),
-        "prompts": _digest(given),
+        "prompts": None if given is None else _digest([_SCHEDULE, given]),
     }
     author = _Author(model, settings, given)
     with held_folder(place) as held:
@@ -186,7 +188,7 @@ class _Author:
         self._longest = min((room - 1) // 2, _LONGEST_QUESTION if self.around[1] else _LONGEST_START)
 
     def write(self, batch: int) -> list[_Text]:
-        """As many as a batch has; without tokens where the user said nothing."""
+        """As many as a batch has; without tokens where the user said nothing, or no prompt is left."""
         seeds = np.random.SeedSequence((self._settings.seed, batch)).generate_state(2).tolist()
         texts = self._begun(batch, seeds[0])
         if asked := [text for text in texts if text.is_open]:
@@ -257,8 +259,10 @@ class _Author:
         """How this batch is answered: greedily, or drawn, at the temperatures in turn."""
         if self._number_of_greedy(batch) is not None:
             return {"do_sample": False}
-        temperatures = self._settings.temperatures
-        return {**_DRAWN, "temperature": temperatures[self._drawn_before(batch) % len(temperatures)]}
+        temperatures, turn = self._settings.temperatures, self._drawn_before(batch)
+        if self._prompts is not None:  # each time that they are gone through, each prompt has another
+            turn += turn * self._settings.batch_rows // len(self._prompts)
+        return {**_DRAWN, "temperature": temperatures[turn % len(temperatures)]}
 
 
 def _digest(content: Any) -> str | None:
