@@ -15,7 +15,7 @@ from typing import Any
 import layerskip
 from experiments.arms import Run
 from experiments.compare_arms import PLAIN
-from experiments.protocol import geometric_mean_of, paired_ratios, task_of
+from experiments.protocol import geometric_mean_of, paired_ratios, tasks_of
 from experiments.report import is_long_enough
 from experiments.run_lines import run_of
 from layerskip.errors import InputError
@@ -72,7 +72,7 @@ def figures_of(lines: Sequence[Line]) -> dict[str, Any]:
         "model": begin["model"],
         "questions": {split: len(ids) for split, ids in begin["split"].items()} | {"answered": len(categories)},
         "is_whole": is_whole,
-        "tasks": list(dict.fromkeys(map(task_of, categories.values()))),
+        "tasks": list(dict.fromkeys(tasks_of(categories.values()).values())),
         "categories": list(dict.fromkeys(categories.values())),
         "arms": rows,
         "tuned": [_without_conditions(line) for line in lines if line["kind"] == "tuned"],
@@ -129,10 +129,11 @@ def _speedups(timed: Mapping[Key, Run], plain: Runs, categories: Mapping[str, st
         {key: speed(run) for key, run in timed.items()}, {key: speed(plain[key][1]) for key in timed}
     )
     by_category: dict[str, list[float]] = {category: [] for category in categories.values()}
-    by_task: dict[str, list[float]] = {task_of(category): [] for category in by_category}
+    tasks = tasks_of(by_category)
+    by_task: dict[str, list[float]] = {task: [] for task in tasks.values()}
     for question, ratio in ratios.items():
         by_category[categories[question]].append(ratio)
-        by_task[task_of(categories[question])].append(ratio)
+        by_task[tasks[categories[question]]].append(ratio)
 
     def mean(groups: Mapping[str, Sequence[float]]) -> dict[str, float] | None:
         interval = geometric_mean_of(groups)

@@ -15,7 +15,7 @@ import layerskip
 from experiments.arm_rows import ArmRow, Settings, Workshop
 from experiments.arms import WARM_UP_TOKENS, Arm, in_turn, warm_up
 from experiments.compare_arms import PLAIN
-from experiments.protocol import geometric_mean_of, paired_ratios, task_of
+from experiments.protocol import geometric_mean_of, paired_ratios, tasks_of
 from experiments.questions import Question, evenly, token_ids
 from experiments.report import is_long_enough
 from experiments.run_lines import RunLog, run_of, run_to_dict
@@ -183,9 +183,10 @@ class Comparison:
             return None
         ratios = paired_ratios(self._speeds(candidate.name), self._speeds(base))
         groups: dict[str, list[float]] = {}
+        tasks = tasks_of(question.category for question in self.tuning)
         for question in self.tuning:
             if question.id in ratios:
-                groups.setdefault(task_of(question.category), []).append(ratios[question.id])
+                groups.setdefault(tasks[question.category], []).append(ratios[question.id])
         mean = geometric_mean_of(groups)
         return None if mean is None else mean.value
 

@@ -5,17 +5,18 @@ Pure functions of numbers; they know neither arms nor models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
-__all__ = ["CHAT_CATEGORIES", "Mean", "geometric_mean_of", "paired_ratios", "task_of"]
+__all__ = ["CHAT_CATEGORIES", "Mean", "geometric_mean_of", "paired_ratios", "tasks_of"]
 
 # Spec-Bench (Xia et al. 2024) counts the eight categories of MT-bench as one task of six.
 CHAT = "multi-turn conversation"
 CHAT_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_OTHER_TASKS = frozenset(("translation", "summarization", "qa", "math_reasoning", "rag"))
 
 _RESAMPLES = 2000
 
@@ -29,9 +30,14 @@ class Mean:
     high: float | None
 
 
-def task_of(category: str) -> str:
-    """The task that a category belongs to: itself, but for Spec-Bench's eight of conversations."""
-    return CHAT if category in CHAT_CATEGORIES else category
+def tasks_of(categories: Iterable[str]) -> dict[str, str]:
+    """The task that each category of a set of questions belongs to: itself, but for the eight of Spec-Bench's.
+
+    Theirs are one only beside another task of that benchmark: a set of one's own may well have a category "math".
+    """
+    names = list(dict.fromkeys(categories))
+    is_spec_bench = not _OTHER_TASKS.isdisjoint(names)
+    return {name: CHAT if is_spec_bench and name in CHAT_CATEGORIES else name for name in names}
 
 
 def paired_ratios(

@@ -564,8 +564,11 @@ class TestStatistics:
         assert module_of("protocol").paired_ratios(speeds, base) == {"q": 3.0}
 
     def test_the_chat_categories_of_spec_bench_are_one_task(self, module_of):
-        task_of = module_of("protocol").task_of
-        assert task_of("math") == task_of("writing") != task_of("qa") == "qa"
+        """But not of somebody's own questions, which are called alike."""
+        tasks_of = module_of("protocol").tasks_of
+        tasks = tasks_of(["math", "qa", "writing", "qa"])
+        assert tasks["math"] == tasks["writing"] != tasks["qa"] == "qa"
+        assert tasks_of(["math", "law"]) == {"math": "math", "law": "law"}
 
 
 class TestRows:
