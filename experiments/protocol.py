@@ -49,7 +49,7 @@ def paired_ratios(
         speeds, base: by question, turn and repeat; what either lacks is left out.
     """
     ratios: dict[str, list[float]] = {}
-    for key in speeds.keys() & base.keys():
+    for key in sorted(speeds.keys() & base.keys()):  # a set's own order changes from process to process
         if base[key] > 0:
             ratios.setdefault(key[0], []).append(speeds[key] / base[key])
     return {question: median(found) for question, found in ratios.items()}
