@@ -34,6 +34,7 @@ __all__ = [
     "transformers_arm",
     "until_end",
     "warm_up",
+    "warm_up_tokens",
 ]
 
 
@@ -229,6 +230,11 @@ def until_end(row: Sequence[int], eos_ids: set[int]) -> list[int]:
     """The tokens up to and with the first that ends the text."""
     end = next((index + 1 for index, token in enumerate(row) if token in eos_ids), len(row))
     return list(row[:end])
+
+
+def warm_up_tokens(device: torch.device, new_tokens: int) -> int:
+    """How many to warm up with: on a GPU as many as will be asked for, because programs are recorded for them."""
+    return new_tokens if device.type == "cuda" else WARM_UP_TOKENS
 
 
 def warm_up(arm: Arm, rows: list[list[int]], device: torch.device, new_tokens: int = WARM_UP_TOKENS) -> PeakMemory:

@@ -31,7 +31,7 @@ def write_report(folder: Path) -> dict[str, Any]:
         The figures.
 
     Raises:
-        InputError: the lines cannot be read or are not complete, or the report cannot be written.
+        InputError: the lines cannot be read or tell of no turn that all have answered, or the report cannot be written.
         SearchError: matplotlib is not installed.
     """
     lines = read_lines(folder)

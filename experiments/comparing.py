@@ -13,7 +13,7 @@ from typing import Any
 
 import layerskip
 from experiments.arm_rows import ArmRow, Settings, Workshop
-from experiments.arms import WARM_UP_TOKENS, Arm, in_turn, warm_up
+from experiments.arms import Arm, in_turn, warm_up, warm_up_tokens
 from experiments.compare_arms import PLAIN
 from experiments.protocol import geometric_mean_of, paired_ratios, tasks_of
 from experiments.questions import Question, evenly, token_ids
@@ -136,8 +136,7 @@ class Comparison:
 
     @property
     def _warm_up_tokens(self) -> int:
-        """On a GPU as many as will be asked for: programs are recorded for them."""
-        return self.new_tokens if self.shop.subject.device.type == "cuda" else WARM_UP_TOKENS
+        return warm_up_tokens(self.shop.subject.device, self.new_tokens)
 
     def _longest(self) -> list[int]:
         return longest_prompt(self.shop.model, self.report, self.new_tokens, self.raw)
@@ -280,7 +279,7 @@ class Comparison:
         return prompt_of(self.shop.model, question, answers, self.raw)
 
     def _fits(self, prompt: Sequence[int]) -> bool:
-        return len(prompt) + self.new_tokens <= self.shop.model.decoder.max_positions
+        return fits(self.shop.model, prompt, self.new_tokens)
 
 
 def prompt_of(model: layerskip.Model, question: Question, answers: Sequence[str], raw: bool) -> list[int]:
@@ -294,6 +293,11 @@ def prompt_of(model: layerskip.Model, question: Question, answers: Sequence[str]
     return token_ids(question, answers, model.tokenizer, raw)
 
 
+def fits(model: layerskip.Model, prompt: Sequence[int], new_tokens: int) -> bool:
+    """Whether the model has positions for the prompt and as many new tokens."""
+    return len(prompt) + new_tokens <= model.decoder.max_positions
+
+
 def longest_prompt(model: layerskip.Model, questions: Sequence[Question], new_tokens: int, raw: bool) -> list[int]:
     """Of the first turns that fit into the model.
 
@@ -302,7 +306,7 @@ def longest_prompt(model: layerskip.Model, questions: Sequence[Question], new_to
         InputError: none fits.
     """
     prompts, most = [prompt_of(model, question, (), raw) for question in questions], model.decoder.max_positions
-    fitting = [each for each in prompts if len(each) + new_tokens <= most]
+    fitting = [each for each in prompts if fits(model, each, new_tokens)]
     if not fitting:
         raise InputError(
             f"got questions of {min(map(len, prompts)):,} tokens and more, and --new-tokens {new_tokens:,}, for a "

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from experiments.arm_rows import ArmRow, Settings, Workshop
-from experiments.arms import WARM_UP_TOKENS, Run, in_turn, warm_up
+from experiments.arms import Run, in_turn, warm_up, warm_up_tokens
 from experiments.compare_arms import PLAIN
 from experiments.comparing import Contestant, in_words, sizes_of
 from experiments.measuring import available_bytes, pass_grid
@@ -164,9 +164,7 @@ class Sweep:
             contestant.arm = row.make(self.shop, name, settings)
             device = self.shop.subject.device
             longest = max(calls, key=lambda call: max(map(len, call.rows)))
-            peak = warm_up(
-                contestant.arm, longest.rows, device, self.new_tokens if device.type == "cuda" else WARM_UP_TOKENS
-            )
+            peak = warm_up(contestant.arm, longest.rows, device, warm_up_tokens(device, self.new_tokens))
             content |= {"described": contestant.arm.settings, "peak_bytes": peak.bytes, "peak_how": peak.how}
         except Exception as error:
             contestant.arm, contestant.error = None, in_words(error)
